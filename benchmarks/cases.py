@@ -62,6 +62,12 @@ JAX = (
     "common/diptych/common/layers/*.py",
     *(f"common/diptych/common/{name}.py" for name in ("formats", "quantizers", "recipes", "value")),
 )
+LAB = (
+    "torch_frontend/diptych/torch/lab/*.py",
+    *(f"common/diptych/lab/{name}.py" for name in ("capture", "files", "frontend", "job")),
+    "common/diptych/lab/diff/*.py",
+    "common/diptych/lab/traces/*.py",
+)
 
 SECTIONS = {
     s.name: s
@@ -93,6 +99,7 @@ SECTIONS = {
             seconds=600,
         ),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+        Section("lab", "cpu", ("core_cuda/cpu/**/*", *TORCH, *LAB), seconds=600),
     )
 }
 
@@ -179,6 +186,10 @@ def _cases() -> Iterable[Case]:
     yield Case("jax_cpu", "eager dense", (512, 1024, 1024), TRAINED[:4])
     yield Case("jax_cpu", "trace and compile", (24,), ("mxfp8", "fp8-current", "fp8-delayed"))
     yield Case("memory", "batches of changing length", names=("mxfp8",))
+    yield Case("lab", "hash", (2**28,))
+    yield Case("lab", "capture", (128, 5, 16, 128))
+    yield Case("lab", "diff", (2**30,))
+    yield Case("lab", "page", (30, 100))
 
 
 CASES = tuple(_cases())

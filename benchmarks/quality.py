@@ -6,7 +6,8 @@
 Each finished run appends a line to FILE, by default benchmarks/results/MACHINE/quality.jsonl. A call trains what the
 file does not have yet, several processes at a time, and begins no step after S seconds, so that any number of calls
 complete the table; the exit status is 3 while runs are missing, and 1 if a process failed. A run that was stopped
-begins anew. Runs in high precision serve all recipes. `render` writes docs/quality.md from the files.
+begins anew. Runs in high precision serve all recipes. `render` writes docs/quality.md from the files. Runs of different
+code are not compared: a file that has runs of the setting by other code is not continued, and not rendered.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.cases import JAX, TORCH, Section
 from benchmarks.render import DOCS, grid
+from benchmarks.sources import digest
 from diptych.common import RECIPES
 from diptych.lab import checkpoint
 from diptych.lab.data import ByteData, load
@@ -47,7 +50,15 @@ GRACE = 20.0  # seconds that a process has after the deadline, in which it may b
 INCOMPLETE = 3
 VERDICTS = {True: "within", False: "**outside**", None: "undecided: needs more seeds"}
 
+LAB = tuple(f"common/diptych/lab/{name}.py" for name in ("data", "job", "train"))
+MODELS = tuple(f"{f}_frontend/diptych/{f}/lab/{name}.py" for f in FRAMEWORKS for name in ("adapter", "gpt"))
+CODE = Section("quality", "", ("core_cuda/**/*", *TORCH, *JAX, *LAB, *MODELS))  # decides what is computed
+
 Line = dict[str, Any]
+
+
+class MixedCodeError(ValueError):
+    """Runs of different code that would be compared; the message names the commits and says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +106,19 @@ def lines_of(path: Path) -> list[Line]:
     """Returns the lines of a file; a last one that a killed process left without its end does not count."""
     text = path.read_text() if path.is_file() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def require_one_code(path: Path, lines: Iterable[Line]) -> None:
+    """**Raises** MixedCodeError if lines of one setting have been trained by different code."""
+    commits: dict[str, set[str]] = {}
+    for line in lines:
+        commits.setdefault(line["sources"], set()).add(line["commit"])
+    if len(commits) > 1:
+        named = "; ".join(f"{', '.join(sorted(names))} (sources {code})" for code, names in commits.items())
+        raise MixedCodeError(
+            f"{path}: runs of different code are not compared, and these are of commits {named}. Move the file away or "
+            "name another one by --file, and train all runs by one code; or check out the commit that it began with"
+        )
 
 
 def append(path: Path, line: Line) -> None:
@@ -186,9 +210,14 @@ def tables(lines: list[Line]) -> list[tuple[Line, list[Line]]]:
     """Returns the lines by setting: what is equal in them, with the lines."""
     found: dict[str, tuple[Line, list[Line]]] = {}
     for line in lines:
-        shared = {k: line["identity"][k] for k in ("model", "optimizer", "batch", "data")}
+        shared = shared_of(line["identity"])
         found.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(line)
     return list(found.values())
+
+
+def shared_of(identity: Line) -> Line:
+    """Returns what is equal in the runs of a table."""
+    return {k: identity[k] for k in ("model", "optimizer", "batch", "data")}
 
 
 def finals(lines: list[Line], framework: str, recipe: str) -> dict[int, float | None]:
@@ -265,9 +294,14 @@ def where(lines: list[Line]) -> str:
 
 
 def rendered(folder: Path = results.FOLDER) -> str:
+    """Returns the page. **Raises** MixedCodeError for a table of different code."""
     import jinja2
 
-    machines = {p.parent.name: tables(lines_of(p)) for p in sorted(folder.glob(f"*/{FILE}"))}
+    machines = {}
+    for path in sorted(folder.glob(f"*/{FILE}")):
+        machines[path.parent.name] = found = tables(lines_of(path))
+        for _, lines in found:
+            require_one_code(path, lines)
     env = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     shown = {f.__name__: f for f in (high_precision, by_recipe, every_pair, where)}
     page = env.from_string(TEXT.read_text()).render(machines=machines, setting=Setting(), goals=GOALS, **shown)
@@ -301,14 +335,24 @@ def arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
 
 def main(argv: list[str] | None = None) -> int:
     parser, args = arguments(sys.argv[1:] if argv is None else argv)
-    if args.command == "render":
-        page = rendered()
-        if args.check and page != PAGE.read_text():
-            print("docs/quality.md is not what `python -m benchmarks.quality render` writes", file=sys.stderr)
-            return 1
-        if not args.check:
-            PAGE.write_text(page)
-        return 0
+    try:
+        return _render(args.check) if args.command == "render" else _run(parser, args)
+    except MixedCodeError as error:
+        print(f"benchmarks.quality: {error}", file=sys.stderr)
+        return 1
+
+
+def _render(check: bool) -> int:
+    page = rendered()
+    if check and page != PAGE.read_text():
+        print("docs/quality.md is not what `python -m benchmarks.quality render` writes", file=sys.stderr)
+        return 1
+    if not check:
+        PAGE.write_text(page)
+    return 0
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Setting) if hasattr(args, f.name)}
     setting = dataclasses.replace(Setting(**given), compile=not args.no_compile)
     try:
@@ -319,12 +363,15 @@ def main(argv: list[str] | None = None) -> int:
     path = args.file or results.FOLDER / results.machine(env) / FILE
     data = load()
     recipes = args.only or tuple(RECIPES)
-    groups = groups_left(setting, recipes, data, path)
     about = {
         "machine": env.get("gpu", env["machine"]),
         "versions": ", ".join(f"{k} {v}" for k, v in env["versions"].items() if k in ("torch", "jax", "jaxlib")),
         "commit": env["commit"],
+        "sources": digest(CODE),
     }
+    shared = shared_of(_identity(setting, HIGH, 0, data))
+    require_one_code(path, [*(x for x in lines_of(path) if shared_of(x["identity"]) == shared), about])
+    groups = groups_left(setting, recipes, data, path)
     print(f"{sum(len(g.seeds) for g in groups)} runs are missing in {path}", flush=True)
     with tempfile.TemporaryDirectory() as cache:
         # Each run jits its step anew, and all seeds of a group compile the same one.

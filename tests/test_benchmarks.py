@@ -30,11 +30,15 @@ SMALL = (
     Case("permute", "index", (128, 256, 8, 2)),
     Case("permute", "quantize both", (128, 256, 8, 2), ("mxfp8_e4m3",)),
     Case("jax_cpu", "eager dense", (32, 64, 32), ("mxfp8", "fp8-delayed")),
+    Case("lab", "hash", (1 << 16,)),
+    Case("lab", "diff", (1 << 20,)),
+    Case("lab", "page", (2, 5)),
 )
 LONG = (  # "gathers" runs most of their code
     Case("several", "tensor parallel", (2, 32, 512), ("fp8-current",)),
     Case("several", "weak scaling", (1, 32, 512), ("mxfp8",)),
     Case("jax_cpu", "trace and compile", (1,), ("mxfp8", "fp8-delayed")),
+    Case("lab", "capture", (32, 1, 2, 16)),
 )
 
 
@@ -55,6 +59,7 @@ def suite_of(section: str, stamp: str) -> dict:
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(room, "DEVICE", "cpu")
     monkeypatch.setattr(importlib.import_module("benchmarks.sections.several"), "BACKEND", "aot_eager")
+    monkeypatch.setattr(importlib.import_module("benchmarks.sections.lab"), "ROUNDS", 2)
     for name in ("quantize", "fused"):
         monkeypatch.setattr(importlib.import_module(f"benchmarks.sections.{name}"), "COPY", 1 << 12)
 
@@ -156,6 +161,18 @@ def test_results_are_right_where_a_section_measures(case, on_the_cpu):
             assert "failed" not in row and row["us"] > 0
 
 
+def test_goals_of_the_lab():
+    """Each row that has a goal says how far it is from it, as `--check` reads it."""
+    module = importlib.import_module("benchmarks.sections.lab")
+    (hashed,) = module.rows(Case("lab", "hash", (1 << 16,)), {})
+    assert hashed["ratio"] == hashed["rate"] / hashed["at least"] and hashed["at least"] == 5
+    (found,) = module.rows(Case("lab", "diff", (1 << 20,)), {})
+    assert found["ratio"] == min(10 / found["s"], 1 / found["GB"]) and found["cpu s"] > 0
+    assert 0.02 < found["GB"] < 0.5, "the memory is not that of this process"
+    assert not results.misses({"ratio": 1.0, **module.at_most(1.15, 1.15)})
+    assert results.misses(module.at_most(1.15, 1.16)) and results.misses(module.at_least(5.0, 4.9))
+
+
 def test_a_wrong_result_is_a_row_without_figures(on_the_cpu):
     x = torch.ones(4)
     runs = {
@@ -186,12 +203,12 @@ class Raising:
 
 
 def test_a_failing_case_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    modules = {f"benchmarks.sections.{name}": Raising for name in ("cpu", "jax_cpu", "memory")}
+    modules = {f"benchmarks.sections.{name}": Raising for name in ("cpu", "jax_cpu", "memory", "lab")}
     loaded = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda name: modules.get(name) or loaded(name))
     assert suite.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
     held = json.loads((tmp_path / results.FILE).read_text())
-    assert list(held) == ["cpu", "jax_cpu", "memory"]
+    assert list(held) == ["cpu", "jax_cpu", "memory", "lab"]
     rows = held["cpu"]["rows"]
     assert [r["name"] for r in rows] == ["first", ""] * 5
     assert all(r["sources"] == sources.digest(SECTIONS["cpu"]) for r in rows)

@@ -15,7 +15,7 @@ from diptych.common import RECIPES
 from diptych.lab import data, frontend
 
 TINY = quality.Setting(seeds=3, width=32, layers=1, heads=2, seq=16, batch=2, steps=3, device="cpu", compile=False)
-ABOUT = {"machine": "a machine", "versions": "torch 1", "commit": "abc"}
+ABOUT = {"machine": "a machine", "versions": "torch 1", "commit": "abc", "sources": "0" * 16}
 
 
 class Fake:
@@ -140,6 +140,39 @@ def test_a_recipe_stays_where_high_precision_was_not_finite():
     lines = [line("none", 0, None), line("none", 1, 2.0), *(line("fp8-current", seed, 2.0) for seed in range(2))]
     table = quality.by_recipe(lines)
     assert "| fp8-current | torch | ±0.5 % | 2 | – | – | high precision **not finite** from seed 0 |" in table
+
+
+def arguments(path, **changes) -> list[str]:
+    """Of the command with TINY's setting."""
+    sizes = {k: getattr(TINY, k) for k in ("seeds", "width", "layers", "heads", "seq", "batch", "steps")} | changes
+    given = [text for k, v in sizes.items() for text in (f"--{k}", str(v))]
+    return [*given, "--only", "nvfp4", "--device", "cpu", "--no-compile", "--file", str(path)]
+
+
+def test_runs_of_different_code_are_not_compared(bytes_, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "h200" / quality.FILE
+    trained(path, monkeypatch)
+    held, begun = path.read_text(), []
+    monkeypatch.setattr(quality, "measure", lambda groups, *_: begun.extend(groups) or 0)
+    assert quality.main(arguments(path)) == 1 and not begun and path.read_text() == held
+    said = capsys.readouterr().err
+    assert f"{path}: runs of different code" in said and f"commits abc (sources {'0' * 16}); " in said
+    assert f"(sources {quality.digest(quality.CODE)})" in said and "--file" in said
+    assert quality.main(arguments(path, steps=4)) == quality.INCOMPLETE and begun, "another setting is another table"
+    assert "commit abc" in quality.rendered(tmp_path)
+    with path.open("a") as f:  # files that were put together
+        f.write(json.dumps(json.loads(held.splitlines()[0]) | {"commit": "def", "sources": "1" * 16}) + "\n")
+    with pytest.raises(quality.MixedCodeError, match=r"commits abc \(sources 0+\); def \(sources 1+\)"):
+        quality.rendered(tmp_path)
+
+
+def test_one_code_continues_its_file(bytes_, tmp_path, monkeypatch, capsys):
+    """At another commit too, such as one that changed documents alone."""
+    path = tmp_path / quality.FILE
+    monkeypatch.setitem(ABOUT, "sources", quality.digest(quality.CODE))
+    trained(path, monkeypatch)
+    assert quality.main(arguments(path)) == 0
+    assert "0 runs are still missing" in capsys.readouterr().out
 
 
 def test_without_a_result_the_page_says_so(tmp_path):

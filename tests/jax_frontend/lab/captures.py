@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,13 @@ import numpy as np
 from flax import linen
 
 from diptych.jax import lab
-from diptych.lab.traces import Meta, Observation, Trace, statistics_of
+from diptych.jax.graph.flat import flat
+from diptych.jax.graph.forward import INLINE, forward_code
+from diptych.jax.lab import functions
+from diptych.jax.lab.adapter import frontend
+from diptych.lab.replay import table
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.traces import DTYPES, Meta, Observation, Trace, statistics_of
 from oracle.hash import hash_bits
 
 
@@ -86,3 +93,62 @@ def same_bits(a: Any, b: Any) -> None:
 def _bytes(x: Any) -> bytes:
     key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if key else x).tobytes()
+
+
+# --- JAX's own operations ---
+
+
+def captured(folder: Any, fn: Any, args: tuple[Any, ...], **options: Any) -> Recorded:
+    return recorded(folder / "all", fn, args, **{"ops": "all", "statistics": False, "check": False} | options)
+
+
+def operations(got: Recorded, step: int = 0) -> dict[str, Op]:
+    """The recorded operations by their results' names, with whole values."""
+    found, seen = {}, got.steps[step]
+    bits = lambda key: Bits(seen[key].site.dtype, seen[key].values.tensor.bits)  # noqa: E731
+    for key, o in seen.items():
+        if (made := o.site.operation) is not None:
+            path = o.site.name.removesuffix(".out")
+            operands = {key.partition(":")[2].partition("#")[0].removeprefix(f"{path}."): key for key in o.site.inputs}
+            row = table.TABLE[made.name]
+            assert path.rsplit("/", 1)[-1] == made.name and not row.own and set(row.operands) <= operands.keys()
+            inputs = {name: bits(key) for name, key in operands.items()}
+            options = table.decoded(made.name, made.options)
+            found[key.removeprefix("result:")] = Op(made.name, inputs, options, {"out": bits(key)})
+    return found
+
+
+def replays(got: Recorded) -> list[str]:
+    """Checks all operations of the first step, of which most have the recorded bits. Returns their names."""
+    exact, ops = 0, operations(got)
+    for name, op in ops.items():
+        want, again = op.outputs["out"], frontend.replay(op, "cpu")["out"]
+        assert (again.dtype, again.data.shape) == (want.dtype, want.data.shape), name
+        dtype = DTYPES[want.dtype]
+        a, b = dtype.decode(again.data), dtype.decode(want.data)
+        assert np.abs(a - b).max(initial=0) <= 8 * dtype.half_ulp * np.abs(b).max(initial=0), name
+        exact += again.digest == want.digest
+    assert exact > len(ops) / 2
+    of_functions = [k for k, o in got.steps[0].items() if o.site.kind == "operand" and "." in o.site.name]
+    assert of_functions == [key for o in got.steps[0].values() if o.site.operation for key in o.site.inputs]
+    return list(ops)
+
+
+def outs(names: list[str]) -> list[str]:
+    return [f"{name.partition('#')[0]}.out{''.join(name.partition('#')[1:])}" for name in names]
+
+
+def found(fn: Any, *args: Any) -> list[tuple[str, dict[str, Any], dict[str, int | None]]]:
+    """The rows that a function's equations are recognized as, in order, without a capture."""
+    closed = jax.make_jaxpr(fn)(*args)
+    jaxpr, _ = flat(closed.jaxpr, closed.consts, lambda eqn: eqn.primitive.name in (*INLINE, "jit"))
+    ops = functions.recognized(jaxpr, forward_code(jaxpr, (), ()).equations, {})
+    inputs = {v: i for i, v in enumerate(jaxpr.invars)}
+    return [
+        (f.name, json.loads(f.operation.options), {k: inputs.get(v) for k, v in f.operands.items()})
+        for _, f in sorted(ops.items())
+    ]
+
+
+def names_of(fn: Any, *args: Any) -> list[str]:
+    return [name for name, _, _ in found(fn, *args)]

@@ -3,7 +3,6 @@ operation, computed again on its recorded operands, gives its recorded result.""
 
 from __future__ import annotations
 
-import json
 import math
 
 import equinox as eqx
@@ -18,54 +17,24 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import diptych.jax as dj
-from diptych.jax.graph.forward import forward_code
 from diptych.jax.lab import functions
-from diptych.jax.lab.adapter import frontend
-from diptych.lab.replay import table
-from diptych.lab.replay.op import Bits, Op
-from diptych.lab.traces import DTYPES
-from jax_frontend.lab.captures import Deep, Recorded, close, recorded, same_bits
+from jax_frontend.lab.captures import (
+    Deep,
+    captured,
+    close,
+    found,
+    names_of,
+    operations,
+    outs,
+    recorded,
+    replays,
+    same_bits,
+)  # fmt: skip
 
 pytestmark = pytest.mark.sampled
 
 IDS = jnp.arange(12).reshape(2, 6) % 11
 X = jax.random.normal(jax.random.key(1), (2, 6, 8))
-
-
-def captured(folder, fn, args, **options) -> Recorded:
-    return recorded(folder / "all", fn, args, **{"ops": "all", "statistics": False, "check": False} | options)
-
-
-def operations(got: Recorded, step: int = 0) -> dict[str, Op]:
-    """The recorded operations by their results' names, with whole values."""
-    found, seen = {}, got.steps[step]
-    bits = lambda key: Bits(seen[key].site.dtype, seen[key].values.tensor.bits)  # noqa: E731
-    for key, o in seen.items():
-        if (made := o.site.operation) is not None:
-            path = o.site.name.removesuffix(".out")
-            operands = {key.partition(":")[2].partition("#")[0].removeprefix(f"{path}."): key for key in o.site.inputs}
-            row = table.TABLE[made.name]
-            assert path.rsplit("/", 1)[-1] == made.name and not row.own and set(row.operands) <= operands.keys()
-            inputs = {name: bits(key) for name, key in operands.items()}
-            options = table.decoded(made.name, made.options)
-            found[key.removeprefix("result:")] = Op(made.name, inputs, options, {"out": bits(key)})
-    return found
-
-
-def replays(got: Recorded) -> list[str]:
-    """Checks all operations of the first step, of which most have the recorded bits. Returns their names."""
-    exact, ops = 0, operations(got)
-    for name, op in ops.items():
-        want, again = op.outputs["out"], frontend.replay(op, "cpu")["out"]
-        assert (again.dtype, again.data.shape) == (want.dtype, want.data.shape), name
-        dtype = DTYPES[want.dtype]
-        a, b = dtype.decode(again.data), dtype.decode(want.data)
-        assert np.abs(a - b).max(initial=0) <= 8 * dtype.half_ulp * np.abs(b).max(initial=0), name
-        exact += again.digest == want.digest
-    assert exact > len(ops) / 2
-    of_functions = [k for k, o in got.steps[0].items() if o.site.kind == "operand" and "." in o.site.name]
-    assert of_functions == [key for o in got.steps[0].values() if o.site.operation for key in o.site.inputs]
-    return list(ops)
 
 
 def randomized(tree, dtype=None):
@@ -101,10 +70,6 @@ LINEN = [
     "h/gate/matmul", "h/gate/add", "h/silu", "h/up/matmul", "h/mul", "h/gelu", "h/gelu#1", "model/add", "conv/conv",
     "head/matmul", "model/log_softmax",
 ]  # fmt: skip
-
-
-def outs(names: list[str]) -> list[str]:
-    return [f"{name.partition('#')[0]}.out{''.join(name.partition('#')[1:])}" for name in names]
 
 
 @pytest.mark.parametrize("differentiated, dtype", [(False, "bfloat16"), (True, "float32")], ids=["forward", "grad"])
@@ -293,23 +258,8 @@ def test_own_operations_beside(tmp_path):
 # --- what is recognized ---
 
 
-def found(fn, *args):
-    """The rows that a function's equations are recognized as, in order, without a capture."""
-    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    ops = functions.recognized(jaxpr, forward_code(jaxpr, (), ()).equations)
-    inputs = {v: i for i, v in enumerate(jaxpr.invars)}
-    return [
-        (f.name, json.loads(f.operation.options), {k: inputs.get(v) for k, v in f.operands.items()})
-        for _, f in sorted(ops.items())
-    ]
-
-
 A, B = jnp.ones((4, 8)), jnp.ones((4, 8))
 SQUARE = jnp.ones((4, 4))
-
-
-def names_of(fn, *args):
-    return [name for name, _, _ in found(fn, *args)]
 
 
 ROOT = math.sqrt(2 / math.pi)
@@ -351,23 +301,19 @@ def test_forms():
         assert found(lambda x, c, s, f=rotated: x * c + f(x) * s, X, X, X) == want
         assert found(lambda x, c, s, f=rotated: s * f(x) + c * x, X, X, X) == want
         assert names_of(lambda x, c, s, f=rotated: x * c + f(x) * s, X, A[:1], B[:1]) == ["rotary"]
+    pairs = lambda x: x.reshape(*x.shape[:-1], -1, 2)  # noqa: E731
+    for rotated in (
+        lambda x: jnp.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape),  # as in transformers' GPT-J
+        lambda x: jnp.stack((-pairs(x)[..., 1], pairs(x)[..., 0]), -1).reshape(x.shape),
+        lambda x: jnp.concatenate((-pairs(x)[..., 1:], pairs(x)[..., :1]), -1).reshape(x.shape),
+        lambda x: jnp.concatenate((-x[..., 1::2, None], x[..., ::2, None]), -1).reshape(x.shape),
+    ):
+        want = [("rotary", {"interleaved": True}, {"x": 0, "cos": 1, "sin": 2})]
+        assert found(lambda x, c, s, f=rotated: x * c + f(x) * s, X, X, X) == want
+        assert found(jax.vmap(lambda x, c, s, f=rotated: f(x) * s + x * c), X, X, X) == want
     for take in (lambda t, i: t[i], lambda t, i: jnp.take(t, i, 0), lambda t, i: t.at[i].get(mode="clip"),
                  lambda t, i: jax.vmap(lambda i: t[i])(i)):  # fmt: skip
-        assert _names_inside(take, A, IDS) == ["embedding"]
-
-
-def _names_inside(fn, *args):
-    """Names of rows in nested jaxprs too."""
-
-    def walk(jaxpr):
-        ops = functions.recognized(jaxpr, frozenset(range(len(jaxpr.eqns))))
-        for i, eqn in enumerate(jaxpr.eqns):
-            inner = eqn.params.get("jaxpr")
-            yield from walk(inner.jaxpr) if hasattr(inner, "jaxpr") else ()
-            if i in ops:
-                yield ops[i].name
-
-    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
+        assert names_of(take, A, IDS) == ["embedding"]
 
 
 def turned(x):
@@ -398,6 +344,17 @@ NOT_WHOLE = {
     "turned back": (lambda x, c, s: x * c + jnp.concatenate((x[:, 4:], -x[:, :4]), 1) * s, A, A, B),
     "turned by three": (lambda x, c, s: x * c + jnp.concatenate((-x[:, 3:], x[:, :3]), 1) * s, A, A, B),
     "turned rows": (lambda x, c, s: x * c + jnp.concatenate((-x[2:], x[:2]), 0) * s, A, A, B),
+    "pairs turned back": (lambda x, c, s: x * c + jnp.stack((x[:, 1::2], -x[:, ::2]), 2).reshape(x.shape) * s, A, A, B),
+    "pairs unturned": (lambda x, c, s: x * c + jnp.stack((-x[:, ::2], x[:, 1::2]), 2).reshape(x.shape) * s, A, A, B),
+    "pairs of halves": (lambda x, c, s: x * c + jnp.stack((-x[:, 4:], x[:, :4]), 2).reshape(x.shape) * s, A, A, B),
+    "halves of pairs": (lambda x, c, s: x * c + jnp.concatenate((-x[:, 1::2], x[:, ::2]), 1) * s, A, A, B),
+    "pairs of rows": (lambda x, c, s: x * c + jnp.stack((-x[1::2], x[::2]), 1).reshape(x.shape) * s, A, A, B),
+    "pairs in another order": (
+        lambda x, c, s: x * c + jnp.stack((-x[:, 1::2], x[:, ::2]), 1).reshape(x.shape) * s,
+        A,
+        A,
+        B,
+    ),
     "two turned": (lambda x, y, c: x * c + jnp.concatenate((-y[:, 4:], y[:, :4]), 1) * c, A, B, A),
     "columns": (lambda t, i: t[:, i], A, jnp.arange(3)),
     "parts of rows": (lambda t, i: lax.dynamic_slice(t, (i, 0), (1, 4)), A, jnp.array(1)),
@@ -410,7 +367,7 @@ NOT_WHOLE = {
 @pytest.mark.parametrize("case", NOT_WHOLE)
 def test_what_is_no_operation(case):
     fn, *args = NOT_WHOLE[case]
-    assert set(_names_inside(fn, *args)) <= {"add", "mul"}
+    assert set(names_of(fn, *args)) <= {"add", "mul"}
 
 
 def test_products():

@@ -146,6 +146,17 @@ def test_cross_entropy(axis, ignore_index, reduction):
     assert error(op("cross_entropy", given, F32(found * 1.01), reduction=reduction, **options)) > 1
 
 
+def test_cross_entropy_of_large_logits():
+    """As optax has it: log(sum(exp)) is complete, and rounded, before the logit at the target is subtracted."""
+    logits, targets = normal("large", shape=(4096, 5)) + F32(1000), rng("of large").integers(0, 5, 4096)
+    largest = logits.max(-1)
+    total = F32(np.log(np.exp(logits - largest[:, None]).sum(-1, dtype=F32))) + largest
+    at = np.take_along_axis(logits, targets[:, None], -1)[:, 0]
+    given, options = {"logits": logits, "targets": targets}, {"axis": -1, "reduction": "none", "ignore_index": None}
+    assert error(op("cross_entropy", given, total - at, **options)) <= 1
+    assert error(op("cross_entropy", given, total - at + F32(1e-3), **options)) > 1
+
+
 def test_embedding_is_exact():
     table, ids = normal("table", shape=(7, 3)), rng("ids").integers(0, 7, (2, 5))
     assert error(op("embedding", {"ids": ids, "table": table}, table[ids])) == 0

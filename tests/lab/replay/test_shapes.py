@@ -67,3 +67,13 @@ def test_axes_of_one_letter_must_agree():
     made = op("matmul", {"a": of(2, 3), "b": of(4, 5)}, of(2, 5), equation="ab,bc->ac", dtype="float32")
     with pytest.raises(ReplayError, match="axes b have 3 and 4 elements"):
         require_shape(made)
+
+
+@pytest.mark.parametrize(("ignored", "wrong"), [(None, 3), (-100, 2), (-1, 2)])
+def test_targets_must_be_classes(ignored, wrong):
+    options = {"axis": 1, "reduction": "none", "ignore_index": ignored}
+    right, targets = np.array([[0, 4], [3, 0], [2, 1]], np.uint8), np.array([[0, -100], [5, -1], [2, 1]])
+    require_shape(op("cross_entropy", {"logits": of(3, 5, 2), "targets": right}, of(3, 2), **options))
+    made = op("cross_entropy", {"logits": of(3, 5, 2), "targets": targets}, of(3, 2), **options)
+    with pytest.raises(ReplayError, match=f"{wrong} targets are no classes from 0 to 4, the first is (-100|5)"):
+        require_shape(made)

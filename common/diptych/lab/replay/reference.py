@@ -231,7 +231,10 @@ def _rotary(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any
 
 def _cross_entropy(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any]) -> Reference:
     logits, targets = np.moveaxis(given["logits"], options["axis"], -1), given["targets"].astype(np.int64)
-    log, magnitude = _log_probabilities(logits, -1)
+    log, below = _log_probabilities(logits, -1)
+    largest = np.abs(logits.max(-1, keepdims=True, initial=-np.inf))
+    # log(sum(exp)) may be complete before the logit is subtracted: its terms are large where all logits are.
+    magnitude = below + np.minimum(np.abs(logits), largest)
     errors = _relative(units, logits, np.exp(log), -1)[1] + 3 * units.out * magnitude
     kept = targets != options["ignore_index"] if options["ignore_index"] is not None else np.ones(targets.shape, bool)
     pick = lambda v: np.take_along_axis(v, np.where(kept, targets, 0)[..., None], -1)[..., 0] * kept  # noqa: E731

@@ -1,4 +1,8 @@
-"""Shapes of what the frameworks' operations compute: a trace cannot ask for more memory than its tensors have."""
+"""Shapes of what the frameworks' operations compute: a trace cannot ask for more memory than its tensors have.
+
+Targets of cross entropy must be classes. For others each way to write it has results of its own: PyTorch stops, and JAX
+counts from the end, or returns NaN or 0.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from diptych.lab.replay.op import Op, ReplayError
+from diptych.lab.traces import DTYPES
 
 Shape = tuple[int, ...]
 _LARGEST = 2**28
@@ -16,13 +21,24 @@ _LARGEST = 2**28
 
 def require_shape(op: Op) -> None:
     """**Raises** ReplayError if the result of a framework's operation does not have the shape that its operands and
-    options lead to, or if a convolution needs too much memory. ValueError for operands that do not fit."""
+    options lead to, if a convolution needs too much memory, or if a target is no class. ValueError for operands that
+    do not fit."""
     if op.kind not in _ROWS:
         return
     shapes = {name: bits.data.shape for name, bits in op.inputs.items()}
     found, held = _ROWS[op.kind](shapes, op.options), op.outputs["out"].data.shape
     if found != held:
         raise ReplayError(f"the recorded result has shape {list(held)}, but its operands lead to {list(found)}")
+    if op.kind == "cross_entropy":
+        _require_classes(op)
+
+
+def _require_classes(op: Op) -> None:
+    targets, classes = op.inputs["targets"], op.inputs["logits"].data.shape[op.options["axis"]]
+    found = DTYPES[targets.dtype].decode(targets.data)
+    wrong = found[((found < 0) | (found >= classes)) & (found != op.options["ignore_index"])]
+    if wrong.size:
+        raise ReplayError(f"{wrong.size} targets are no classes from 0 to {classes - 1}, the first is {wrong[0]:.0f}")
 
 
 def _matmul(of: Mapping[str, Shape], options: Mapping[str, Any]) -> Shape:

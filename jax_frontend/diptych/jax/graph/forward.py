@@ -6,7 +6,7 @@ that prepare it: factors of derivatives, which only the backward pass uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diptych.jax.graph.taps import called_p, tap_p
@@ -74,6 +74,16 @@ def scanned(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
     return len(consts), len(carry)
+
+
+def around(eqn: Any, jaxpr: Any, outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Returns the equations around the body of a scan, by the variables that they compute, also of its arguments; JAX
+    moves constants out of one that is differentiated. `outer`: those around `jaxpr`. Else nothing."""
+    if eqn.primitive.name != "scan":
+        return {}
+    makers = {**outer, **{v: e for e in jaxpr.eqns for v in e.outvars}}
+    consts = zip(eqn.invars[: scanned(eqn.params)[0]], eqn.params["jaxpr"].jaxpr.invars, strict=False)
+    return makers | {inner: makers[v] for v, inner in consts if _variable(v) and v in makers}
 
 
 def _variable(v: Any) -> bool:

@@ -8,7 +8,7 @@ in it are not needed any more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 
 from diptych.common.errors import UnsupportedError
 from diptych.jax.graph import ops
-from diptych.jax.graph.forward import INLINE, forward_code, jaxprs, scanned, transforms
+from diptych.jax.graph.flat import flat, unplaced, unspecified
+from diptych.jax.graph.forward import INLINE, around, forward_code, jaxprs, scanned, transforms
 from diptych.jax.graph.sites import Body, Compound, Leaf, Refs
 from diptych.jax.graph.taps import ROW, SCOPE, called_p, tangent_p, tap_p
 from diptych.jax.primitives.ffi import target
@@ -28,7 +29,6 @@ Array = jax.Array
 
 _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
 _JIT = ("jit", "pjit")
-_BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _OP = target("")
 ROOT = "model"
 """The path of a whole model."""
@@ -37,7 +37,8 @@ ROOT = "model"
 class Where(NamedTuple):
     """What encloses an equation. `module`: the path of a module, None outside of modules. `scopes`: the user's names.
     `recomputed`: whether forward has observed it already. `closed`: whether it is backward code, or inside of an
-    operation that is a site itself. `after`, `needed`: as `forward_code` has them, of the jaxpr that is evaluated."""
+    operation that is a site itself. `after`, `needed`: as `forward_code` has them, of the jaxpr that is evaluated.
+    `outer`: as `Functions` have it."""
 
     module: str | None = None
     scopes: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class Where(NamedTuple):
     closed: bool = False
     after: tuple[bool, ...] = ()
     needed: tuple[bool, ...] = ()
+    outer: Mapping[Any, Any] = {}
 
     def at(self, eqn: Any) -> Where:
         stack = eqn.source_info.name_stack.stack
@@ -85,8 +87,11 @@ class Functions(Protocol):
         """Whether an equation may be the last one of an operation."""
         ...
 
-    def recognized(self, jaxpr: Any, equations: frozenset[int]) -> dict[int, Function]:
-        """Returns the operations that equations at these positions compute, by the position of their last one."""
+    def recognized(self, jaxpr: Any, equations: frozenset[int], outer: Mapping[Any, Any]) -> dict[int, Function]:
+        """Returns the operations that equations at these positions compute, by the position of their last one.
+
+        `outer`: the equations around this jaxpr, by the variables that they compute; also of its arguments.
+        """
         ...
 
 
@@ -106,8 +111,7 @@ class Interpreter:
     `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed.
     `functions`: recognizes JAX's own operations, if these are sites too.
     `replace(x, number, at)`: what the program goes on with in the place of a tap's array, as it is recorded; `at`: the
-    numbers of the iterations of the scans around it. Functions under `jax.jit` are then evaluated as parts of the
-    program.
+    numbers of the iterations of the scans around it. With it, functions under `jax.jit` are parts of the program.
     """
 
     def __init__(
@@ -122,7 +126,6 @@ class Interpreter:
         self._is_site, self._observe, self._products = is_site, observe, products
         self._operation, self._functions = operation, functions
         self._replace = replace
-        self._inlined = (*INLINE, *(_JIT if replace else ()))
         self._leaves = 0
         self._at: tuple[Array, ...] = ()
 
@@ -134,6 +137,7 @@ class Interpreter:
         return found.outs, found.extras, Body(found.nodes, found.refs, len(found.extras))
 
     def _evaluate(self, jaxpr: Any, consts: Any, args: Any, arg_refs: Sequence[Refs], where: Where) -> Evaluation:
+        jaxpr, consts = flat(jaxpr, consts, lambda eqn: self._is_part(eqn, where.at(eqn).open))
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         refs: dict[Any, Refs] = dict(zip(jaxpr.invars, arg_refs, strict=True))
         made = _Made([], [])
@@ -143,12 +147,12 @@ class Interpreter:
         forward, functions = None, {}
         if self._functions is not None and where.open:
             forward = forward_code(jaxpr, where.after, where.needed)
-            functions = self._functions.recognized(jaxpr, forward.equations)
+            functions = self._functions.recognized(jaxpr, forward.equations, where.outer)
         for i, eqn in enumerate(jaxpr.eqns):
             ins, here = [value(v) for v in eqn.invars], where.at(eqn)
             if forward is not None:
                 after, needed = forward.inside(eqn)
-                here = here._replace(after=after, needed=needed)
+                here = here._replace(after=after, needed=needed, outer=around(eqn, jaxpr, where.outer))
             with getattr(eqn.ctx, "manager", contextlib.nullcontext()):
                 if (function := functions.get(i)) is not None and here.open:
                     given = [(name, value(v), of(v)) for name, v in function.operands.items()]
@@ -270,6 +274,17 @@ class Interpreter:
 
     # --- equations with jaxprs ---
 
+    def _is_part(self, eqn: Any, open: bool) -> bool:
+        """Whether the equations of the function that an equation calls are looked at as those around it. Operations of
+        JAX's own cross such functions. A call under `jax.jit` that says where its results are stays one."""
+        open = open and self._functions is not None
+        if eqn.primitive.name in _JIT:
+            if not (self._replace or (open and unplaced(eqn.params))):
+                return False
+        elif eqn.primitive.name not in INLINE:
+            return False
+        return open or self._has_sites(eqn, open)
+
     def _has_sites(self, eqn: Any, open: bool) -> bool:
         """Whether one of the jaxprs of an equation contains a site. `open`: whether functions of JAX are sites."""
         return any(self._body_has_sites(jaxpr, open) for jaxpr in jaxprs(eqn.params.values()))
@@ -289,10 +304,6 @@ class Interpreter:
 
     def _compound(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         name, params = eqn.primitive.name, eqn.params
-        if name in self._inlined:
-            inner = next(params[k] for k in _BODIES if k in params)
-            found = self._evaluate(inner.jaxpr, inner.consts, ins, [frozenset([i]) for i in range(len(ins))], where)
-            return self._call(Body(found.nodes, found.refs, len(found.extras)), found.outs, found.extras, refs, made)
         handler = {"jit": self._jit, "pjit": self._jit, "scan": self._scan, "cond": self._cond, "while": self._while}
         handler |= {"remat2": self._remat, "checkpoint": self._remat, "shard_map": self._shard_map}
         if name not in handler:
@@ -454,12 +465,6 @@ def _bound(prim: Any, ins: list[Any], params: dict[str, Any]) -> list[Any]:
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)  # the form differs between versions
     outs = prim.bind(*subfuns, *ins, **params)
     return list(outs) if prim.multiple_results else [outs]
-
-
-def unspecified() -> dict[str, Any]:
-    """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
-    params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
-    return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
 
 
 def _split(outs: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:

@@ -19,7 +19,8 @@ import numpy as np
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.jax.functional.hash import hash
 from diptych.jax.graph.arguments import Call, Results, copied_nodes, is_node, nodes_state
-from diptych.jax.graph.interpret import Interpreter, unspecified, whole
+from diptych.jax.graph.flat import unspecified
+from diptych.jax.graph.interpret import Interpreter, whole
 from diptych.jax.graph.sites import Body, Deps, Leaf, unfold
 from diptych.jax.lab import functions
 from diptych.jax.lab.statistics import decoded, observed

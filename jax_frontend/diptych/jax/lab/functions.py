@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diptych.jax.graph.interpret import Function
+from diptych.jax.graph.picks import cross_entropy
+from diptych.jax.graph.walk import Reduced, Walk, exact, is_float, literal
 from diptych.lab.replay import table
 from diptych.lab.traces import is_recorded
 from diptych.lab.traces.schema import Operation
@@ -28,26 +29,29 @@ Found = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def possible(eqn: Any) -> bool:
-    """Whether an equation may be the last one of an operation: one of its kind with a float array as its result."""
+    """Whether an equation may be the last one of an operation, or part of one: a float array of such a kind."""
     name, out = eqn.primitive.name, eqn.outvars[:1]
-    return name in (*_WHOLES, *_SINGLES) and (_array(out[0]) or (name == "dot_general" and _float(out[0].aval.dtype)))
+    return name in (*_WHOLES, *_SINGLES) and (_array(out[0]) or (name == "dot_general" and is_float(out[0].aval.dtype)))
 
 
-def recognized(jaxpr: Any, equations: frozenset[int]) -> dict[int, Function]:
+def recognized(jaxpr: Any, equations: frozenset[int], outer: Mapping[Any, Any]) -> dict[int, Function]:
     """Returns the operations that equations at these positions compute, by the position of their last one.
 
-    An equation that is part of an operation is no operation itself.
+    An equation that is part of an operation is no operation itself. `outer`: see `Functions`.
     """
-    makers = {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    makers: dict[Any, tuple[int | None, Any]] = {v: (None, eqn) for v, eqn in outer.items()}
+    makers |= {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    own = {*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     inside: set[int] = set()
     found: dict[int, Function] = {}
-    for rows in (_WHOLES, _SINGLES):
+    for rows in (_LOSSES, _WHOLES, _SINGLES):
         for i in sorted(equations, reverse=True):
             eqn = jaxpr.eqns[i]
-            if i in inside or not possible(eqn):
+            if i in inside or not (rows is _LOSSES or possible(eqn)):
                 continue
             for row in rows.get(eqn.primitive.name, ()):
-                if (read := row(walk := _Walk(makers), eqn)) is not None:
+                read = row(walk := Walk(makers), eqn)
+                if read is not None and all(literal(v) or v in own for v in read[1].values()):
                     found[i] = Function(read[0], operation(read[0], read[2]), read[1])
                     inside |= {*walk.seen, i}
                     break
@@ -58,161 +62,52 @@ def operation(row: str, options: Mapping[str, Any]) -> Operation:
     return Operation(row, table.encoded(row, options))
 
 
-def _literal(v: Any) -> bool:
-    return hasattr(v, "val")
-
-
-def _float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
 def _array(v: Any) -> bool:
-    return len(getattr(v.aval, "shape", ())) > 0 and _float(v.aval.dtype)
-
-
-def _exact(dtype: Any, into: Any) -> bool:
-    """Whether each value of a float dtype is one of another."""
-    if dtype.itemsize == 1:
-        return into.itemsize > 1
-    return into.itemsize > 1 and jnp.promote_types(dtype, into) == into
-
-
-class _Walk:
-    """Follows equations backward. `seen`: those that belong to the operation, by their positions."""
-
-    def __init__(self, makers: Mapping[Any, tuple[int, Any]]) -> None:
-        self.makers = makers
-        self.seen: dict[int, Any] = {}
-
-    def made(self, v: Any, *names: str) -> Any:
-        """Returns the equation that computes a variable if its primitive has one of these names, else None."""
-        if _literal(v) or v not in self.makers or self.makers[v][1].primitive.name not in names:
-            return None
-        self.seen |= dict([self.makers[v]])
-        return self.makers[v][1]
-
-    def constant(self, v: Any) -> float | None:
-        """Returns the value of a scalar constant, which shard_map spreads over mesh axes; None for other variables."""
-        if (e := self.made(v, "pvary", "pcast")) is not None:
-            v = e.invars[0]
-        return float(v.val) if _literal(v) and np.ndim(v.val) == 0 else None
-
-    def product(self, v: Any, stop: Any = None, depth: int = 6) -> tuple[float, list[Any]]:
-        """Returns a variable as a constant times variables. `stop` is taken as it is, as is what is more than `depth`
-        equations away: powers of powers have many factors."""
-        if (value := self.constant(v)) is not None:
-            return value, []
-        names = ("mul", "div", "neg", "copy", "square", "integer_pow")
-        if v is stop or not depth or (e := self.made(v, *names)) is None:
-            return 1.0, [v]
-        name, (a, *b) = e.primitive.name, e.invars
-        power = {"square": 2, "integer_pow": e.params.get("y")}.get(name, 1)
-        divisor = self.constant(b[0]) if name == "div" else 1.0
-        if not divisor or power not in (1, 2, 3):
-            return 1.0, [v]
-        constant, parts = self.product(a, stop, depth - 1)
-        if name == "mul":
-            other, more = self.product(b[0], stop, depth - 1)
-            return constant * other, parts + more
-        return math.prod([constant] * power) / (-1 if name == "neg" else divisor), parts * power
-
-    def sum(self, v: Any) -> list[Any]:
-        """Returns the terms of an addition, or nothing."""
-        e = self.made(v, "add")
-        return [] if e is None else e.invars
-
-    def reduced(self, v: Any, shape: tuple[int, ...], name: str, log: bool = False) -> tuple[Any, int] | None:
-        """Returns x and the axis if `v` is a reduction of x [*shape] over one axis, broadcast along that axis; `log`:
-        its logarithm. Else returns None."""
-        places, logs = list(range(len(shape))), 0  # the axis of `shape` that each axis of v is
-        steps = ("broadcast_in_dim", "reshape", "stop_gradient", "convert_element_type", "copy", "max", "log", name)
-        while len(places) == len(v.aval.shape) and (e := self.made(v, *steps)) is not None:
-            kind, v = e.primitive.name, e.invars[0]
-            if kind == name:
-                axes, of = e.params["axes"], tuple(v.aval.shape)
-                rest = [i for i in range(len(of)) if i not in axes]
-                same = [p == r or shape[r] == 1 for p, r in zip(places, rest, strict=False)]
-                return (v, int(axes[0])) if len(axes) == 1 and of == shape and all(same) and logs == log else None
-            if kind == "max":
-                arrays = [u for u in e.invars if self.constant(u) != -math.inf]
-                if len(arrays) != 1:
-                    return None
-                v = arrays[0]
-            elif kind == "broadcast_in_dim":
-                places = [places[d] for d in e.params["broadcast_dimensions"]]
-            elif kind == "reshape":
-                wide = [p for p, n in zip(places, e.outvars[0].aval.shape, strict=True) if n != 1]
-                if [n for n in v.aval.shape if n != 1] != [n for n in e.outvars[0].aval.shape if n != 1]:
-                    return None
-                left = iter(wide)
-                places = [-1 if n == 1 else next(left) for n in v.aval.shape]
-            logs += kind == "log"
-        return None
-
-    def columns(self, v: Any, x: Any) -> tuple[int, int] | None:
-        """Returns the first and the end of the places of x's last axis if `v` is what is there, else None."""
-        e = self.made(v, "slice", "split")
-        if e is None or e.invars[0] is not x:
-            return None
-        p, (*rest, count) = e.params, x.aval.shape
-        if e.primitive.name == "split":
-            ends = [0, *itertools.accumulate(map(int, p["sizes"]))]
-            at = list(e.outvars).index(v)
-            return (ends[at], ends[at + 1]) if p["axis"] == len(rest) else None
-        first, end = p["start_indices"][-1], p["limit_indices"][-1]
-        return (first, end) if tuple(v.aval.shape) == (*rest, end - first) and end <= count else None
-
-    def uncast(self, v: Any) -> Any:
-        e = self.made(v, "convert_element_type")
-        return v if e is None else e.invars[0]
-
-    def shifted(self, v: Any) -> tuple[Any, int] | None:
-        """Returns x and the axis if `v` is x minus its largest value along an axis."""
-        e = self.made(v, "sub")
-        found = None if e is None else self.reduced(e.invars[1], tuple(v.aval.shape), "reduce_max")
-        return found if found is not None and e is not None and found[0] is e.invars[0] else None
+    return len(getattr(v.aval, "shape", ())) > 0 and is_float(v.aval.dtype)
 
 
 # --- operations of several equations ---
 
 
-def _softmax(walk: _Walk, eqn: Any) -> Found | None:
-    x = eqn.outvars[0]
-    shape = tuple(x.aval.shape)
-    total = walk.reduced(eqn.invars[1], shape, "reduce_sum")
-    e = walk.made(eqn.invars[0], "exp")
-    if total is None or e is None or walk.uncast(total[0]) is not eqn.invars[0]:
+def _cross_entropy(walk: Walk, eqn: Any) -> Found | None:
+    if (found := cross_entropy(walk, eqn.outvars[0])) is None:
         return None
-    return _along("softmax", walk.shifted(e.invars[0]), total[1], len(shape))
+    of, reduction = found
+    options = {"axis": of.axis - len(of.logits.aval.shape), "reduction": reduction, "ignore_index": None}
+    return "cross_entropy", {"logits": of.logits, "targets": of.targets}, options
 
 
-def _log_softmax(walk: _Walk, eqn: Any) -> Found | None:
-    shape = tuple(eqn.outvars[0].aval.shape)
-    total = walk.reduced(eqn.invars[1], shape, "reduce_sum", log=True)
-    e = None if total is None else walk.made(walk.uncast(total[0]), "exp")
-    if total is None or e is None or e.invars[0] is not eqn.invars[0]:
+def _softmax(walk: Walk, eqn: Any) -> Found | None:
+    total = walk.reduced(eqn.invars[1], tuple(eqn.outvars[0].aval.shape), "reduce_sum")
+    z = walk.summed_exp(total)
+    e = None if total is None else walk.made(eqn.invars[0], "exp")
+    if total is None or z is None or e is None or walk.uncast(total.x) is not eqn.invars[0]:
         return None
-    return _along("log_softmax", walk.shifted(e.invars[0]), total[1], len(shape))
+    found = walk.shifted(z)
+    return _along("softmax", found) if found is not None and found.axis == total.axis else None
 
 
-def _along(row: str, shifted: tuple[Any, int] | None, axis: int, axes: int) -> Found | None:
-    if shifted is None or shifted[1] != axis:
-        return None
-    return row, {"x": shifted[0]}, {"axis": axis - axes}
+def _log_softmax(walk: Walk, eqn: Any) -> Found | None:
+    found = walk.log_softmax(eqn.outvars[0])
+    return None if found is None else _along("log_softmax", found)
 
 
-def _gelu(walk: _Walk, eqn: Any) -> Found | None:
-    tried = _Walk(walk.makers)
+def _along(row: str, of: Reduced) -> Found:
+    return row, {"x": of.x}, {"axis": of.axis - len(of.x.aval.shape)}
+
+
+def _gelu(walk: Walk, eqn: Any) -> Found | None:
+    tried = Walk(walk.makers)
     tried.product(eqn.outvars[0])
-    for x in dict.fromkeys(v for e in tried.seen.values() for v in e.invars if not _literal(v)):
-        part = _Walk(walk.makers)
+    for x in dict.fromkeys(v for e in tried.seen.values() for v in e.invars if not literal(v)):
+        part = Walk(walk.makers)
         if (approximate := _gelu_of(part, eqn.outvars[0], x)) is not None:
             walk.seen |= part.seen
             return "gelu", {"x": x}, {"approximate": approximate}
     return None
 
 
-def _gelu_of(walk: _Walk, v: Any, x: Any) -> bool | None:
+def _gelu_of(walk: Walk, v: Any, x: Any) -> bool | None:
     """Returns whether `v` is the form of gelu(x) with tanh; None if it is none."""
     constant, parts = walk.product(v, x)
     if len(parts) != 2 or x not in parts or not _near(constant, 0.5, x):
@@ -233,7 +128,7 @@ def _gelu_of(walk: _Walk, v: Any, x: Any) -> bool | None:
     return True if len(terms) == 2 and len(rest) == 1 and _times(walk, rest[0], 0.044715, x, 3) else None
 
 
-def _times(walk: _Walk, v: Any, constant: float, x: Any, power: int = 1) -> bool:
+def _times(walk: Walk, v: Any, constant: float, x: Any, power: int = 1) -> bool:
     found, parts = walk.product(v, x)
     return _near(found, constant, x) and len(parts) == power and all(p is x for p in parts)
 
@@ -243,42 +138,56 @@ def _near(found: float, constant: float, x: Any) -> bool:
     return abs(found - constant) <= float(jnp.finfo(x.aval.dtype).eps) * abs(constant)
 
 
-def _silu(walk: _Walk, eqn: Any) -> Found | None:
+def _silu(walk: Walk, eqn: Any) -> Found | None:
     for x, other in itertools.permutations(eqn.invars):
         if (e := walk.made(other, "logistic")) is not None and e.invars[0] is x:
             return "silu", {"x": x}, {}
     return None
 
 
-def _rotary(walk: _Walk, eqn: Any) -> Found | None:
-    """x * cos + rotated(x) * sin, rotated(x) the last axis's halves (-x2, x1)."""
+def _rotary(walk: Walk, eqn: Any) -> Found | None:
+    """x * cos + rotated(x) * sin, rotated(x) the last axis's halves (-x2, x1), or its pairs."""
     products = [walk.made(v, "mul") for v in eqn.invars]
     if None in products:
         return None
     pairs = [list(itertools.permutations(e.invars)) for e in products]
     for left, right in itertools.permutations(pairs):
         for (x, cos), (turned, sin) in itertools.product(left, right):
-            if not _literal(cos) and not _literal(sin) and _turned(walk, turned, x):
-                return "rotary", {"x": x, "cos": cos, "sin": sin}, {"interleaved": False}
+            if literal(cos) or literal(sin) or (interleaved := _turned(walk, turned, x)) is None:
+                continue
+            return "rotary", {"x": x, "cos": cos, "sin": sin}, {"interleaved": interleaved}
     return None
 
 
-def _turned(walk: _Walk, v: Any, x: Any) -> bool:
-    e = None if _literal(x) else walk.made(v, "concatenate")
-    if e is None or len(e.invars) != 2 or e.params["dimension"] != v.aval.ndim - 1:
-        return False
-    back, (half, odd) = walk.made(e.invars[0], "neg"), divmod(x.aval.shape[-1], 2)
-    parts = back is not None and (walk.columns(back.invars[0], x), walk.columns(e.invars[1], x))
-    return parts == ((half, 2 * half), (0, half)) and not odd
+def _turned(walk: Walk, v: Any, x: Any) -> bool | None:
+    """Returns whether `v` is x turned by pairs of the last axis; None if it is not turned by halves either."""
+    if literal(v) or not _array(x) or tuple(v.aval.shape) != tuple(x.aval.shape):
+        return None
+    *rest, count = x.aval.shape
+    if interleaved := (whole := walk.made(v, "reshape")) is not None:
+        v = whole.invars[0]
+    if interleaved and tuple(v.aval.shape) != (*rest, count // 2, 2):
+        return None
+    e = walk.made(v, "concatenate", "stack")
+    if e is None or len(e.invars) != 2 or e.params.get("dimension", e.params.get("axis")) != len(v.aval.shape) - 1:
+        return None
+    first, second = e.invars
+    if (back := walk.made(first, "neg")) is None and (wide := walk.made(first, "broadcast_in_dim", "reshape")):
+        back = walk.made(wide.invars[0], "neg")
+    if back is None or count % 2:
+        return None
+    half = count // 2
+    want = (range(1, count, 2), range(0, count, 2)) if interleaved else (range(half, count), range(half))
+    return interleaved if (walk.columns(back.invars[0], x), walk.columns(second, x)) == want else None
 
 
-def _embedding(walk: _Walk, eqn: Any) -> Found | None:
+def _embedding(walk: Walk, eqn: Any) -> Found | None:
     rows, where, d = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
     of_rows = (d.collapsed_slice_dims, d.start_index_map, d.operand_batching_dims) == ((0,), (0,), ())
     whole = tuple(eqn.params["slice_sizes"]) == (1, *rows[1:])
     behind = tuple(d.offset_dims) == tuple(range(len(where) - 1, len(where) + len(rows) - 2))
     e = walk.made(eqn.invars[1], "broadcast_in_dim", "reshape")
-    if len(rows) != 2 or not (of_rows and whole and behind) or where[-1] != 1 or e is None or _literal(e.invars[0]):
+    if len(rows) != 2 or not (of_rows and whole and behind) or where[-1] != 1 or e is None or literal(e.invars[0]):
         return None
     (ids,) = e.invars[:1]
     if ids.aval.shape != where[:-1]:
@@ -290,10 +199,10 @@ def _embedding(walk: _Walk, eqn: Any) -> Found | None:
 # --- operations of one equation ---
 
 
-def _matmul(_: _Walk, eqn: Any) -> Found | None:
+def _matmul(_: Walk, eqn: Any) -> Found | None:
     a, b, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    exact = all(_float(x.dtype) and _exact(x.dtype, out.dtype) for x in (a, b))
-    if not exact or not is_recorded(out.dtype.name):
+    held = all(is_float(x.dtype) and exact(x.dtype, out.dtype) for x in (a, b))
+    if not held or not is_recorded(out.dtype.name):
         return None
     (of_a, of_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     letters = iter(string.ascii_letters)
@@ -309,7 +218,7 @@ def _matmul(_: _Walk, eqn: Any) -> Found | None:
     return "matmul", dict(zip("ab", eqn.invars, strict=True)), {"equation": equation, "dtype": out.dtype.name}
 
 
-def _conv(_: _Walk, eqn: Any) -> Found | None:
+def _conv(_: Walk, eqn: Any) -> Found | None:
     p, (x, weight), out = eqn.params, eqn.invars, eqn.outvars[0].aval.dtype
     known = p["batch_group_count"] == 1 and 3 <= x.aval.ndim <= 5
     if not known or not x.aval.dtype == weight.aval.dtype == out:
@@ -323,20 +232,26 @@ def _conv(_: _Walk, eqn: Any) -> Found | None:
     return "conv", {"x": x, "weight": weight}, options | {"layout": layout}
 
 
-def _elementwise(_: _Walk, eqn: Any) -> Found | None:
+def _elementwise(_: Walk, eqn: Any) -> Found | None:
     if not all(map(_array, eqn.invars)):
         return None
     return eqn.primitive.name, dict(zip("ab", eqn.invars, strict=True)), {}
 
 
-_WHOLES: dict[str, tuple[Callable[[_Walk, Any], Found | None], ...]] = {
+_Row = Callable[[Walk, Any], Found | None]
+_LOSSES: dict[str, tuple[_Row, ...]] = dict.fromkeys(
+    ("sub", "neg", "div", "mul", "reduce_sum", "gather", "squeeze", "reshape", "convert_element_type"),
+    (_cross_entropy,),
+)
+"""They contain a `sub` that may be log_softmax, and their results may be scalars."""
+_WHOLES: dict[str, tuple[_Row, ...]] = {
     "div": (_softmax,),
     "sub": (_log_softmax,),
     "mul": (_gelu, _silu),
     "add": (_rotary,),
     "gather": (_embedding,),
 }
-_SINGLES: dict[str, tuple[Callable[[_Walk, Any], Found | None], ...]] = {
+_SINGLES: dict[str, tuple[_Row, ...]] = {
     "dot_general": (_matmul,),
     "conv_general_dilated": (_conv,),
     "add": (_elementwise,),
@@ -361,7 +276,7 @@ class Norm(NamedTuple):
     def operands(self, out: jax.Array) -> tuple[Operation | None, dict[str, Any]]:
         """Returns the operation, None if the row cannot say how its result is rounded, and its operands."""
         found = {"x": self.x} | {k: v for k, v in self.parameters().items() if v is not None}
-        same = self.rounded or _exact(self.x.dtype, out.dtype) or self.x.dtype == out.dtype
+        same = self.rounded or exact(self.x.dtype, out.dtype) or self.x.dtype == out.dtype
         if same:
             found["x"] = self.x.astype(out.dtype)
         if self.rounded:
@@ -377,7 +292,7 @@ def norm(module: Any, args: Any, kwargs: Any) -> Norm | None:
     for library, of in (("flax.linen", _linen), ("flax.nnx", _nnx), ("equinox.nn", _equinox)):
         for name, row in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
             if type(module) is getattr(sys.modules.get(library), name, ()):
-                return of(module, row, x) if x.ndim and _float(x.dtype) else None
+                return of(module, row, x) if x.ndim and is_float(x.dtype) else None
     return None
 
 

@@ -1,0 +1,76 @@
+"""Reads the functions that a jaxpr calls as part of it: one list of equations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+_BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+
+
+class Flat(NamedTuple):
+    """A jaxpr's parts."""
+
+    constvars: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Any]
+
+
+class _Variable:
+    """A variable of a called function. Each call has its own."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+def flat(jaxpr: Any, consts: Sequence[Any], is_call: Callable[[Any], bool]) -> tuple[Flat, list[Any]]:
+    """Returns a jaxpr that has the equations of called functions in the place of the calls, and its constants.
+
+    **Arguments:** `is_call`: whether an equation is such a call. The scopes of the calls around an equation stand in
+    front of its own.
+    """
+    constvars, constants, eqns = list(jaxpr.constvars), list(consts), []
+
+    def results(body: Any, names: dict[Any, Any], around: Any) -> list[Any]:
+        """Adds the equations of a body. `names`: what its variables are in the whole. `around`: the scopes."""
+        of = lambda v: v if hasattr(v, "val") else names.get(v, v)  # noqa: E731
+        for own in body.eqns:
+            info = own.source_info
+            eqn = own.replace(
+                invars=[of(v) for v in own.invars],
+                source_info=info if around is None else info.replace(name_stack=around + info.name_stack),
+            )
+            if is_call(eqn):
+                closed = next(eqn.params[k] for k in _BODIES if k in eqn.params)
+                inner = closed.jaxpr
+                held = [_Variable(v.aval) for v in inner.constvars]
+                constvars.extend(held)
+                constants.extend(closed.consts)
+                given = dict(zip([*inner.constvars, *inner.invars], [*held, *eqn.invars], strict=True))
+                names.update(zip(own.outvars, results(inner, given, eqn.source_info.name_stack), strict=True))
+                continue
+            if around is not None:
+                names.update((v, _Variable(v.aval)) for v in own.outvars)
+                eqn = eqn.replace(outvars=[of(v) for v in own.outvars])
+            eqns.append(eqn)
+        return [of(v) for v in body.outvars]
+
+    outs = results(jaxpr, {}, None)
+    return Flat(constvars, list(jaxpr.invars), outs, eqns), constants
+
+
+def unplaced(params: dict[str, Any]) -> bool:
+    """Whether a call of a function under `jax.jit` leaves everything to the code around it."""
+    free = [(f"{side}_{name.removeprefix('out_')}", v) for side in ("in", "out") for name, v in unspecified().items()]
+    return not params["compiler_options_kvs"] and all(x == v for name, v in free for x in params[name])
+
+
+@functools.cache
+def unspecified() -> dict[str, Any]:
+    """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
+    params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
+    return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
