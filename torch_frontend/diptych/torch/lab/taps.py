@@ -235,7 +235,7 @@ def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] 
     return list(tickets), list(leaves.values())
 
 
-_TRACES_COPY = TorchVersion(torch.__version__) >= (2, 13)
+_TRACES_COPY = TorchVersion(torch.__version__) >= "2.13"
 """Whether torch.compile traces `copy.copy`. torch 2.11 does not; 2.12 was not tried."""
 
 
