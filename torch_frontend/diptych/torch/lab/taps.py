@@ -1,11 +1,10 @@
 """Taps: a module's outputs and their gradients become visible by forward hooks, in eager and in compiled code alike.
 
-Two ops call the recorder with what they get: `lab_forward` with an output, `lab_backward` with its gradient. In
-compiled code the hook is traced: an identity with a gradient of its own surrounds the ops, which are nodes of the
-graph. In eager code the hook calls the recorder itself, and the identity is an alias. Invariants:
+In compiled code the hook is traced: an identity with a gradient of its own surrounds two ops, which are nodes of the
+graph and call the recorder (`graph_ops.py`). In eager code the hook calls the recorder itself, and the identity is an
+alias. Invariants:
 
-- A module holds its key, a tensor, as an attribute. The key is an operand of the ops, so that modules with common code
-  have a common graph. The ops declare that they write to it: no compiler drops, merges or reorders them.
+- A module holds its keys, tensors, as attributes.
 - `lab_forward` returns a ticket, which names the call; `lab_backward` gets the ticket of the call that its gradient
   belongs to.
 - Guards of compiled code do not see hooks. `effective` therefore changes a global state that they do see and that has
@@ -14,12 +13,12 @@ graph. In eager code the hook calls the recorder itself, and the identity is an 
 
 from __future__ import annotations
 
-import collections
+import bisect
 import contextlib
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -27,16 +26,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
-from diptych.lab import capture as rules
-from diptych.lab.traces import Site
-from diptych.lab.traces.schema import Kind, Operation
+from diptych.torch.lab import graph_ops
+from diptych.torch.lab.graph_ops import ACTIVE, Caller
 
-KEY, BACKWARD_KEY, WANTED = "_diptych_lab_key", "_diptych_lab_backward_key", "_diptych_lab_wanted"
-_LIBRARY = torch.library.Library("diptych", "FRAGMENT")
+KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", "backward_key", "caller", "wanted")]
 
 
-class Recorder(Protocol):
-    """What gets the tensors."""
+class Recorder(graph_ops.Recorder, Protocol):
+    """What gets the tensors, and what else hooks see."""
 
     def enter(self, key: int) -> None:
         """A module begins in eager code."""
@@ -47,13 +44,6 @@ class Recorder(Protocol):
     def skip(self, key: int, value: Any, place: str) -> None:
         """Part of an output, in eager code, is an object that may hold tensors and is not known."""
 
-    def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
-        """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
-        ...
-
-    def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
-        """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
-
     def wants(self, key: int) -> bool:
         """Whether a module's outputs are recorded."""
         ...
@@ -63,63 +53,26 @@ class Recorder(Protocol):
         ...
 
 
-ACTIVE: dict[int, Recorder] = {}
-"""The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
+class Makers:
+    """Which module ran when autograd made a node of a forward pass in eager code."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []  # numbers of nodes, ascending
+        self._paths: list[str | None] = []
+
+    def now(self, path: str | None) -> None:
+        """Says which module runs from now on, None: none."""
+        self._first.append(torch.autograd._get_sequence_nr())
+        self._paths.append(path)
+
+    def of_current_node(self) -> str | None:
+        """Returns the module that made the node that runs in a backward pass now."""
+        node: Any = torch._C._current_autograd_node()
+        at = 0 if node is None else bisect.bisect_right(self._first, node._sequence_nr())
+        return self._paths[at - 1] if at else None
 
 
-# --- whether a backward pass runs ---
-
-
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
-
-def backward_pass() -> int:
-    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
-    return torch._C._current_graph_task_id()
-
-
-def in_backward() -> bool:
-    return backward_pass() != -1
-
-
-def recomputes() -> bool:
-    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
-    exception."""
-    return in_backward() and bool(_saved_tensors_hooks(True))
-
-
-# --- ops ---
-
-
-def _forward(x: Tensor, key: Tensor, place: str) -> Tensor:
-    number = int(key)
-    recorder = ACTIVE.get(number)
-    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)], device="cpu")
-
-
-def _backward(gradient: Tensor, key: Tensor, ticket: Tensor) -> None:
-    number = int(key)
-    if (recorder := ACTIVE.get(number)) is not None:
-        recorder.backward(number, gradient, int(ticket))
-
-
-def _define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # a CUDA graph would not call the functions again
-    tags = (torch.Tag.pt2_compliant_tag,) if unsafe is None else (torch.Tag.pt2_compliant_tag, unsafe)
-    _LIBRARY.define(f"{name}{signature}", tags=tags)
-    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.diptych, name).default
-
-
-def _ticket(x: Tensor, key: Tensor, place: str) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
-
-
-_forward_op = _define("lab_forward", "(Tensor x, Tensor(a!) key, str place) -> Tensor", _forward, _ticket)
-_backward_op = _define(
-    "lab_backward", "(Tensor gradient, Tensor(a!) key, Tensor ticket) -> ()", _backward, lambda *_: None
-)
+# --- tensors ---
 
 
 def local(x: Tensor) -> Tensor:
@@ -132,13 +85,13 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: Tensor, backward_key: Tensor, place: str) -> Tensor:
-        ctx.save_for_backward(_forward_op(local(x), key, place))
+        ctx.save_for_backward(graph_ops.forward_op(local(x), key, place))
         ctx.key = backward_key  # not saved, since autograd would refuse it after the backward of a later call
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
+        graph_ops.backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
         return gradient, None, None, None
 
 
@@ -164,7 +117,7 @@ def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
     def tap(x: Tensor, place: str) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return _Identity.apply(x, key, backward_key, place)
-        _forward_op(local(x), key, place)
+        graph_ops.forward_op(local(x), key, place)
         return x
 
     return mapped(output, tap)
@@ -242,13 +195,18 @@ def _enter(module: nn.Module) -> None:
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        if getattr(module, CALLER) is not None:
+            graph_ops.enter(getattr(module, CALLER))
+    elif not torch.compiler.is_compiling():
         _enter(module)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if not torch.compiler.is_compiling():
         return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
+    if torch.compiler.is_dynamo_compiling() and getattr(module, CALLER) is not None:
+        graph_ops.leave()
     if not getattr(module, WANTED):
         return None
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
@@ -301,11 +259,12 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
     handles = []
 
     def detach() -> None:
+        graph_ops.forget()
         for handle in handles:
             handle.remove()
         for key, module in modules.items():
             ACTIVE.pop(key, None)
-            for name in (KEY, BACKWARD_KEY, WANTED):
+            for name in (KEY, BACKWARD_KEY, CALLER, WANTED):
                 module.__dict__.pop(name, None)
 
     try:
@@ -313,6 +272,7 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
             for name in (KEY, BACKWARD_KEY):
                 with torch.inference_mode(False):  # compiled code writes to it
                     module.__dict__[name] = torch.tensor([key], device="cpu")
+            module.__dict__[CALLER] = Caller(module.__dict__[KEY], module.__dict__[BACKWARD_KEY])
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
@@ -350,94 +310,3 @@ def effective(compiled: bool) -> Iterator[None]:
 
 def _warn_only(warns: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
-
-
-# --- from which others each tensor of a step is computed ---
-
-
-@dataclasses.dataclass(eq=False)
-class Seen:
-    """A tensor of the present step, as far as the device has it.
-
-    `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
-    `operation`: of a result, if it can be computed again. `errors`: of a quantized payload, see `statistics`.
-    """
-
-    kind: Kind
-    name: str
-    call: int
-    shape: tuple[int, ...]
-    dtype: str
-    hash: Tensor
-    row: Tensor | None
-    values: Tensor | None
-    errors: Tensor | None = None
-    origin: tuple[list[int], list[Tensor]] | None = None
-    inputs: tuple[str, ...] | None = None
-    operation: Operation | None = None
-
-    @property
-    def site(self) -> Site:
-        name = rules.printable(self.name)
-        return Site(name, self.kind, self.call, self.shape, self.dtype, self.inputs, self.operation)
-
-    @property
-    def key(self) -> str:
-        return self.site.key
-
-
-def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
-    """Finds the calls that gradients of recomputed activations belong to: those with the same bits.
-
-    **Arguments:** `again`: recomputed activations, by ticket. `seen`: the others by ticket, and gradients by
-    ("gradient", ticket). **Raises** NotImplementedError if no call has the bits.
-    """
-    done = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
-    for ticket in [t for t in again if ("gradient", t) in seen]:
-        name = again[ticket].name
-        calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in done]
-        if len(calls) > 1:
-            calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
-        if not calls:
-            raise UnsupportedError(
-                f"capture: {name} was recomputed in the backward pass with other bits, and it ran more than once in "
-                "the step, so that its gradients cannot be matched"
-            )
-        done.add(calls[-1])  # recomputation runs from the last call to the first
-        seen["gradient", ticket].call = seen[calls[-1]].call
-
-
-def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:
-    """Fills in the keys of each site's inputs, where autograd knows them.
-
-    **Arguments:** `every`: in the order of computation. `by_ticket`: outputs of modules. `names`: of parameters, by id.
-    """
-    parameters = {s.name: s for s in every if s.kind == "parameter"}
-    consumers: dict[str, list[Seen]] = collections.defaultdict(list)
-    by_key = {s.key: s for s in every}
-    for seen in every:
-        if seen.origin is not None:
-            tickets, leaves = seen.origin
-            found = [by_ticket[t] for t in tickets]
-            found += [parameters[n] for p in leaves if (n := names.get(id(p))) in parameters]  # type: ignore[index]
-            seen.inputs = tuple([s.key for s in found])
-            for key in seen.inputs:
-                consumers[key].append(seen)
-    before: set[str] = set()
-    for seen in every:
-        if seen.kind in ("activation_grad", "parameter_grad"):
-            kind: Any = seen.kind.removesuffix("_grad")
-            of = by_key.get(dataclasses.replace(seen, kind=kind).key)
-            if of is not None and (of.kind == "parameter" or of.inputs is not None):
-                seen.inputs = _inputs_of_gradient(of, consumers, before)
-        before.add(seen.key)
-
-
-def _inputs_of_gradient(of: Seen, consumers: dict[str, list[Seen]], before: set[str]) -> tuple[str, ...]:
-    """A gradient is computed from those of the sites that its tensor enters, and from what these are made of."""
-    keys: dict[str, None] = {}
-    for consumer in consumers[of.key]:
-        keys[dataclasses.replace(consumer, kind="activation_grad").key] = None
-        keys |= dict.fromkeys(consumer.inputs or ())
-    keys |= {of.key: None}
-    return tuple([key for key in keys if key in before])
