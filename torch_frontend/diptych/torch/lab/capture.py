@@ -213,11 +213,7 @@ class Capture:
         self._last: dict[str, Seen] = {}  # their gradients
         self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
-        self._stack: list[str] = []
-        self._makers = taps.Makers()
-        self._repeated: set[int] = set()  # tickets of outputs that eager code computed again
-        # The module whose gradient came last, the backward pass, and whether its output was computed again in one.
-        self._context: tuple[str, int, bool] | None = None
+        self._running = taps.Modules()
         self._unused: dict[int, int] = {}  # keys of modules by tickets of calls that have run nothing yet
 
     @contextlib.contextmanager
@@ -264,25 +260,10 @@ class Capture:
         return self._modules[key] is module
 
     def enter(self, key: int) -> None:
-        if graph_ops.recomputes():
-            return
-        if not graph_ops.in_backward():
-            self._context = None
-            if not self._paths[key]:
-                self._stack.clear()  # an exception may have left modules of an earlier pass
-        self._stack.append(self._paths[key])
-        self._note_maker()
+        self._running.enter(self._paths[key])
 
     def leave(self, key: int) -> None:
-        path = self._paths[key]
-        if path in self._stack and not graph_ops.recomputes():
-            while self._stack.pop() != path:  # modules that were left by an exception
-                pass
-            self._note_maker()
-
-    def _note_maker(self) -> None:
-        if not graph_ops.in_backward():
-            self._makers.now(self._stack[-1] if self._stack else None)
+        self._running.leave(self._paths[key])
 
     def skip(self, key: int, value: Any, place: str) -> None:
         self._start()
@@ -302,8 +283,8 @@ class Capture:
             )
         self._start()
         ticket, recomputed = next(_TICKETS), graph_ops.in_backward()
-        if recomputed and eager:
-            self._repeated.add(ticket)
+        if eager:
+            self._running.output(ticket)
         if not self._wanted[key] or self._quiet:
             return ticket
         name = rules.printable(rules.named(self._paths[key], place))
@@ -322,7 +303,7 @@ class Capture:
         return ticket
 
     def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
-        self._context = self._paths[key], graph_ops.backward_pass(), ticket in self._repeated
+        self._running.gradient(ticket)
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
             self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
@@ -350,25 +331,21 @@ class Capture:
     def _place_of_op(self) -> tuple[str, int] | None:
         """Returns the name of the module that runs an op, and the call's ticket: None for ops of no module, and for
         those that are repeated to recompute activations."""
+        if self._quiet:
+            return None
         node = graph_ops.running()
-        if node is None:
-            path, ticket = self._module_of_op(), next(_TICKETS)
-        else:
+        if node is not None:
             self._unused.pop(node.ticket, None)
             path = self._paths[node.key] if node.recorder is self and node.ticket != -1 else None
-            ticket = node.ticket
-        return None if self._quiet or path is None else (rules.named(path), ticket)
-
-    def _module_of_op(self) -> str | None:
-        """Returns the path of the module that runs an op in eager code: in a backward pass, the one that ran when its
-        forward did, or, where that was computed again, the one whose gradient came last."""
-        if not graph_ops.in_backward():
-            return self._stack[-1] if self._stack else None
-        if self._stack or graph_ops.recomputes():
+            return None if path is None else (rules.named(path), node.ticket)
+        if graph_ops.in_compiled_code():
+            self._warn(
+                "ops of diptych in compiled code that no module of the model calls, as in functions that are compiled "
+                "alone and in arithmetic on quantized tensors, are not recorded"
+            )
             return None
-        if self._context is not None and self._context[1:] == (graph_ops.backward_pass(), True):
-            return self._context[0]
-        return self._makers.of_current_node()
+        path = self._running.calls()
+        return None if path is None else (rules.named(path), next(_TICKETS))
 
     def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any], ticket: int = -1) -> list[Seen]:
         self._start()
@@ -395,9 +372,10 @@ class Capture:
         pass; None where functions are not recorded."""
         if self._quiet or self._compiled or graph_ops.in_backward():
             return None
-        if self._stack:
-            return rules.named(self._stack[-1])
-        return "loss" if self._began and self._context is None else None
+        path = self._running.calls()
+        if path is not None:
+            return rules.named(path)
+        return "loss" if self._began and self._running.between() else None
 
     def _start(self) -> None:
         """The step's first module or op runs: records the parameters that it uses."""
@@ -415,23 +393,17 @@ class Capture:
         if compiled and not self._compiled:
             self._compiled = True
             self._warn_of_functions()
-            functions_alone = [k for k, s in self._seen.items() if s.kind in ("operand", "result") and s.ticket == -1]
-            for key in functions_alone:
+            for key in [k for k, s in self._seen.items() if s.kind in ("operand", "result") and s.ticket == -1]:
                 del self._seen[key]
 
     def _warn_of_functions(self) -> None:
         if self.options.ops == "all":
-            self._warn(
-                "operands and results of functions of torch are not recorded, since parts of the model are compiled"
-            )
+            self._warn("operands and results of functions are not recorded, since parts of the model are compiled")
 
     def _warn_of_unused(self) -> None:
-        unused = sorted({rules.named(self._paths[key]) for key in self._unused.values()})
-        if unused and not self._quiet:
-            self._warn(
-                f"ops of {', '.join(unused)} did not run in compiled code, which leaves out what nothing uses; calls "
-                "that follow are numbered without them"
-            )
+        if self._unused:
+            names = ", ".join(sorted({rules.named(self._paths[key]) for key in self._unused.values()}))
+            self._warn(f"compiled code leaves out ops of {names} whose results nothing uses; later calls count without")
 
     # --- tensors ---
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -141,6 +143,17 @@ def running() -> Running | None:
     return getattr(_running, "node", None)
 
 
+def in_compiled_code() -> bool:
+    """Whether a graph of torch.compile calls the function that asks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith("<eval_with_key>") or os.path.join("_functorch", "_aot_autograd") in file:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _is_own(op: Any) -> bool:
     namespace, _, name = op._schema.name.partition("::")
     if namespace == "diptych":
@@ -219,9 +232,8 @@ class Caller(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = ""
-        if torch.compiler.is_dynamo_compiling() and isinstance(func, torch._ops.OpOverload):
-            name = _known(func)
+        # Compilers trace the next line for each function of torch.
+        name = _known(func) if isinstance(func, torch._ops.OpOverload) and torch.compiler.is_dynamo_compiling() else ""
         if not name:
             return func(*args, **kwargs)
         backward = _traces_backward()

@@ -101,29 +101,27 @@ class Observer:
         """Records the updates of a graph as calls of `scale_update`. The graph collects amaxes in a log before, and the
         device decides whether it updates at all."""
         with torch.no_grad():
-            held = [[t.clone() for t in given[name]] for name in ("histories", "scales")]
-            logs = [given[name].clone() for name in update.LOG]
-            update.collect(*held, logs)
+            histories, scales = ([t.clone() for t in given[name]] for name in ("histories", "scales"))
+            update.collect(histories, scales, [given[name].clone() for name in update.LOG])
             happens = given["seen"] != given["step"]
         out = run()
-        after, quantizers = zip(given["histories"], given["scales"], strict=True), given["quantizers"].items
+        quantizers = given["quantizers"].items
         whole = given["group"] is None and not any([callable(q.amax_compute_algo) for q in quantizers])
         if not whole:
             self._warn(
                 f"scale_update of {place[0]} is recorded without its operation: compiled code reduces amaxes over a "
                 "group, or computes them by a function of your own, inside of the update"
             )
-        names = ("history", "scale")
-        for q, old, new in zip(quantizers, zip(*held, strict=True), after, strict=True):
-            options = {
-                "fp8_max": update.fp8_max(q),
-                "margin": q.margin,
-                "most_recent": q.amax_compute_algo == "most_recent",
-            }
-            call = described("scale_update", dict(zip(names, old, strict=True)) | options)
+        for i, q in enumerate(quantizers):
+            old, new = (
+                {"history": h[i], "scale": s[i]}
+                for h, s in ((histories, scales), (given["histories"], given["scales"]))
+            )
+            options = {"fp8_max": update.fp8_max(q), "margin": q.margin}
+            call = described("scale_update", old | options | {"most_recent": q.amax_compute_algo == "most_recent"})
             call = call if whole else call._replace(options=None)
             operands = self._operands(place, call)
-            seen = self._results(place, call, operands, dict(zip(names, new, strict=True)))
+            seen = self._results(place, call, operands, new)
             for one in (*operands, *seen):
                 one.happens = happens
         return out

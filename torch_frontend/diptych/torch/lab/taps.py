@@ -53,8 +53,8 @@ class Recorder(graph_ops.Recorder, Protocol):
         ...
 
 
-class Makers:
-    """Which module ran when autograd made a node of a forward pass in eager code."""
+class _Makers:
+    """Which module ran when autograd made a node."""
 
     def __init__(self) -> None:
         self._first: list[int] = []  # numbers of nodes, ascending
@@ -62,7 +62,7 @@ class Makers:
 
     def now(self, path: str | None) -> None:
         """Says which module runs from now on, None: none."""
-        self._first.append(torch.autograd._get_sequence_nr())
+        self._first.append(torch._C._autograd._get_sequence_nr())
         self._paths.append(path)
 
     def of_current_node(self) -> str | None:
@@ -70,6 +70,55 @@ class Makers:
         node: Any = torch._C._current_autograd_node()
         at = 0 if node is None else bisect.bisect_right(self._first, node._sequence_nr())
         return self._paths[at - 1] if at else None
+
+
+class Modules:
+    """Which module runs in eager code, by path."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._makers = _Makers(), _Makers()  # of forward passes, and of what backward passes compute again
+        self._again: set[int] = set()  # tickets of outputs that were computed again
+        self._last: tuple[int, bool] | None = None  # of the last gradient: the pass, and whether it is one of `_again`
+
+    def enter(self, path: str) -> None:
+        if graph_ops.recomputes():
+            return
+        if not graph_ops.in_backward():
+            self._last = None
+            if not path:
+                self._stack.clear()  # an exception may have left modules of an earlier pass
+        self._stack.append(path)
+        self._makers[graph_ops.in_backward()].now(path)
+
+    def leave(self, path: str) -> None:
+        if path in self._stack and not graph_ops.recomputes():
+            while self._stack.pop() != path:  # modules that were left by an exception
+                pass
+            self._makers[graph_ops.in_backward()].now(self._stack[-1] if self._stack else None)
+
+    def output(self, ticket: int) -> None:
+        """An output of eager code has this ticket."""
+        if graph_ops.in_backward():
+            self._again.add(ticket)
+
+    def gradient(self, ticket: int) -> None:
+        """The gradient of the output with this ticket comes."""
+        self._last = graph_ops.backward_pass(), ticket in self._again
+
+    def calls(self) -> str | None:
+        """Returns the module that calls an op, in a backward pass the one that called its forward. None for ops of no
+        module, and for those that are repeated to recompute activations."""
+        if not graph_ops.in_backward():
+            return self._stack[-1] if self._stack else None
+        if self._stack or graph_ops.recomputes():
+            return None
+        again = self._last is not None and self._last == (graph_ops.backward_pass(), True)
+        return self._makers[again].of_current_node()
+
+    def between(self) -> bool:
+        """Whether no module runs, and no gradient has come since one did."""
+        return not self._stack and self._last is None
 
 
 # --- tensors ---
@@ -254,6 +303,13 @@ def _mapped_fields(value: Any, tap: Any, place: str, skip: Any) -> Any:
     return made
 
 
+def _may_call(module: nn.Module) -> bool:
+    """Whether a module's own code may call diptych's ops. Each `Caller` costs time when functions in it are traced."""
+    file = type(module).__module__
+    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # it calls a user's function
+    return not of_torch or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], None]:
     """Gives modules their taps, by key. Returns the function that takes all of them away again."""
     handles = []
@@ -272,7 +328,8 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
             for name in (KEY, BACKWARD_KEY):
                 with torch.inference_mode(False):  # compiled code writes to it
                     module.__dict__[name] = torch.tensor([key], device="cpu")
-            module.__dict__[CALLER] = Caller(module.__dict__[KEY], module.__dict__[BACKWARD_KEY])
+            keys = module.__dict__[KEY], module.__dict__[BACKWARD_KEY]
+            module.__dict__[CALLER] = Caller(*keys) if _may_call(module) else None
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
