@@ -20,9 +20,8 @@ from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import functions, graph_ops, own_ops, statistics, taps
-from diptych.torch.lab import seen as tensors
-from diptych.torch.lab.seen import Seen
+from diptych.torch.lab import compiled, functions, own_ops, statistics, taps
+from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
 from diptych.torch.state.autocast import get_autocast_recipe
@@ -91,9 +90,9 @@ class Capture:
         self._modules: dict[int, nn.Module] = {}
         for path, module in self._model.named_modules():
             self._check(path, module)
-            compiled = hasattr(module, "_orig_mod")
-            self._compiled |= compiled or module._compiled_call_impl is not None
-            if not compiled:  # the wrapper of torch.compile: what it wraps has the same name
+            wrapper = hasattr(module, "_orig_mod")
+            self._compiled |= wrapper or module._compiled_call_impl is not None
+            if not wrapper:  # the wrapper of torch.compile: what it wraps has the same name
                 key = next(_KEYS)
                 self._modules[key], self._paths[key] = module, plain(path)
         self._wanted = {k: rules.wanted(self.options.sites, rules.named(p)) for k, p in self._paths.items()}
@@ -230,7 +229,7 @@ class Capture:
             observer = own_ops.Observer(self._place_of_op, self._see_all, self._warn, self._with_statistics)
             register.OBSERVERS.append(observer)
             stack.callback(register.OBSERVERS.remove, observer)
-            stack.enter_context(graph_ops.without_programs())
+            stack.enter_context(compiled.without_programs())
             if not self._compiled and self.options.ops == "all":
                 mode = functions.Functions(self._module_of_function, self._see_all)
                 stack.enter_context(functions.recorded(self._modules.values(), mode))
@@ -282,7 +281,7 @@ class Capture:
                 "recorded; use backward(), or end the capture before"
             )
         self._start()
-        ticket, recomputed = next(_TICKETS), graph_ops.in_backward()
+        ticket, recomputed = next(_TICKETS), compiled.in_backward()
         if eager:
             self._running.output(ticket)
         if not self._wanted[key] or self._quiet:
@@ -319,7 +318,7 @@ class Capture:
             self._last[name] = seen
 
     def call(self, key: int, backward: bool) -> int:
-        if not backward and graph_ops.in_backward():  # it is computed again
+        if not backward and compiled.in_backward():  # it is computed again
             return -1
         self._start()
         ticket = next(_TICKETS)
@@ -333,12 +332,12 @@ class Capture:
         those that are repeated to recompute activations."""
         if self._quiet:
             return None
-        node = graph_ops.running()
+        node = compiled.running()
         if node is not None:
             self._unused.pop(node.ticket, None)
             path = self._paths[node.key] if node.recorder is self and node.ticket != -1 else None
             return None if path is None else (rules.named(path), node.ticket)
-        if graph_ops.in_compiled_code():
+        if compiled.in_compiled_code():
             self._warn(
                 "ops of diptych in compiled code that no module of the model calls, as in functions that are compiled "
                 "alone and in arithmetic on quantized tensors, are not recorded"
@@ -370,7 +369,7 @@ class Capture:
     def _module_of_function(self) -> str | None:
         """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
         pass; None where functions are not recorded."""
-        if self._quiet or self._compiled or graph_ops.in_backward():
+        if self._quiet or self._compiled or compiled.in_backward():
             return None
         path = self._running.calls()
         if path is not None:
@@ -398,7 +397,7 @@ class Capture:
 
     def _warn_of_functions(self) -> None:
         if self.options.ops == "all":
-            self._warn("operands and results of functions are not recorded, since parts of the model are compiled")
+            self._warn("calls of functions of torch are not recorded, since parts of the model are compiled")
 
     def _warn_of_unused(self) -> None:
         if self._unused:
@@ -449,12 +448,12 @@ class Capture:
         last = [self._last[name] for name in self._parameters if name in self._last]
         self._warn_of_unused()
         statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
-        tensors.match_recomputed(self._again, self._seen)
+        taps.match_recomputed(self._again, self._seen)
         self._seen = {k: s for k, s in self._seen.items() if s.happens is None or bool(s.happens)}
-        tensors.number_calls(self._seen.values())
+        taps.number_calls(self._seen.values())
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
-            tensors.connect(every, self._seen, self._names)
+            taps.connect(every, self._seen, self._names)
         hashes = statistics.moved([s.hash for s in every])
         rows = statistics.moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
         measured = [s for s in every if s.errors is not None]

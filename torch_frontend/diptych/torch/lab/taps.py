@@ -1,7 +1,7 @@
 """Taps: a module's outputs and their gradients become visible by forward hooks, in eager and in compiled code alike.
 
 In compiled code the hook is traced: an identity with a gradient of its own surrounds two ops, which are nodes of the
-graph and call the recorder (`graph_ops.py`). In eager code the hook calls the recorder itself, and the identity is an
+graph and call the recorder (`compiled.py`). In eager code the hook calls the recorder itself, and the identity is an
 alias. Invariants:
 
 - A module holds its keys, tensors, as attributes.
@@ -14,11 +14,12 @@ alias. Invariants:
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +27,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
-from diptych.torch.lab import graph_ops
-from diptych.torch.lab.graph_ops import ACTIVE, Caller
+from diptych.lab import capture as rules
+from diptych.lab.traces import Site
+from diptych.lab.traces.schema import Kind, Operation
+from diptych.torch.lab import compiled
+from diptych.torch.lab.compiled import ACTIVE, Caller
 
 KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", "backward_key", "caller", "wanted")]
 
 
-class Recorder(graph_ops.Recorder, Protocol):
+class Recorder(compiled.Recorder, Protocol):
     """What gets the tensors, and what else hooks see."""
 
     def enter(self, key: int) -> None:
@@ -62,7 +66,7 @@ class _Makers:
 
     def now(self, path: str | None) -> None:
         """Says which module runs from now on, None: none."""
-        self._first.append(torch._C._autograd._get_sequence_nr())
+        self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._paths.append(path)
 
     def of_current_node(self) -> str | None:
@@ -82,38 +86,38 @@ class Modules:
         self._last: tuple[int, bool] | None = None  # of the last gradient: the pass, and whether it is one of `_again`
 
     def enter(self, path: str) -> None:
-        if graph_ops.recomputes():
+        if compiled.recomputes():
             return
-        if not graph_ops.in_backward():
+        if not compiled.in_backward():
             self._last = None
             if not path:
                 self._stack.clear()  # an exception may have left modules of an earlier pass
         self._stack.append(path)
-        self._makers[graph_ops.in_backward()].now(path)
+        self._makers[compiled.in_backward()].now(path)
 
     def leave(self, path: str) -> None:
-        if path in self._stack and not graph_ops.recomputes():
+        if path in self._stack and not compiled.recomputes():
             while self._stack.pop() != path:  # modules that were left by an exception
                 pass
-            self._makers[graph_ops.in_backward()].now(self._stack[-1] if self._stack else None)
+            self._makers[compiled.in_backward()].now(self._stack[-1] if self._stack else None)
 
     def output(self, ticket: int) -> None:
         """An output of eager code has this ticket."""
-        if graph_ops.in_backward():
+        if compiled.in_backward():
             self._again.add(ticket)
 
     def gradient(self, ticket: int) -> None:
         """The gradient of the output with this ticket comes."""
-        self._last = graph_ops.backward_pass(), ticket in self._again
+        self._last = compiled.backward_pass(), ticket in self._again
 
     def calls(self) -> str | None:
         """Returns the module that calls an op, in a backward pass the one that called its forward. None for ops of no
         module, and for those that are repeated to recompute activations."""
-        if not graph_ops.in_backward():
+        if not compiled.in_backward():
             return self._stack[-1] if self._stack else None
-        if self._stack or graph_ops.recomputes():
+        if self._stack or compiled.recomputes():
             return None
-        again = self._last is not None and self._last == (graph_ops.backward_pass(), True)
+        again = self._last is not None and self._last == (compiled.backward_pass(), True)
         return self._makers[again].of_current_node()
 
     def between(self) -> bool:
@@ -134,13 +138,13 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: Tensor, backward_key: Tensor, place: str) -> Tensor:
-        ctx.save_for_backward(graph_ops.forward_op(local(x), key, place))
+        ctx.save_for_backward(compiled.forward_op(local(x), key, place))
         ctx.key = backward_key  # not saved, since autograd would refuse it after the backward of a later call
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        graph_ops.backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
+        compiled.backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
         return gradient, None, None, None
 
 
@@ -166,7 +170,7 @@ def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
     def tap(x: Tensor, place: str) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return _Identity.apply(x, key, backward_key, place)
-        graph_ops.forward_op(local(x), key, place)
+        compiled.forward_op(local(x), key, place)
         return x
 
     return mapped(output, tap)
@@ -246,7 +250,7 @@ def _enter(module: nn.Module) -> None:
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     if torch.compiler.is_dynamo_compiling():
         if getattr(module, CALLER) is not None:
-            graph_ops.enter(getattr(module, CALLER))
+            compiled.enter(getattr(module, CALLER))
     elif not torch.compiler.is_compiling():
         _enter(module)
 
@@ -255,7 +259,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if not torch.compiler.is_compiling():
         return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
     if torch.compiler.is_dynamo_compiling() and getattr(module, CALLER) is not None:
-        graph_ops.leave()
+        compiled.leave()
     if not getattr(module, WANTED):
         return None
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
@@ -315,7 +319,7 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
     handles = []
 
     def detach() -> None:
-        graph_ops.forget()
+        compiled.forget()
         for handle in handles:
             handle.remove()
         for key, module in modules.items():
@@ -367,3 +371,111 @@ def effective(compiled: bool) -> Iterator[None]:
 
 def _warn_only(warns: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
+
+# --- the tensors of a step, and from which others each of them is computed ---
+
+
+@dataclasses.dataclass(eq=False)
+class Seen:
+    """A tensor of the present step, as far as the device has it.
+
+    `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
+    `operands`: of a result, those of its operation, which stand for `inputs`. `operation`: if it can be computed again.
+    `ticket`: of operands and results, that of the call. `happens`: whether it is computed, if the device decides.
+    `errors`: of a quantized payload, see `statistics`.
+    """
+
+    kind: Kind
+    name: str
+    call: int
+    shape: tuple[int, ...]
+    dtype: str
+    hash: Tensor
+    row: Tensor | None
+    values: Tensor | None
+    errors: Tensor | None = None
+    origin: tuple[list[int], list[Tensor]] | None = None
+    inputs: tuple[str, ...] | None = None
+    operands: list[Seen] | None = None
+    operation: Operation | None = None
+    ticket: int = -1
+    happens: Tensor | None = None
+
+    @property
+    def site(self) -> Site:
+        name = rules.printable(self.name)
+        inputs = self.inputs if self.operands is None else tuple([operand.key for operand in self.operands])
+        return Site(name, self.kind, self.call, self.shape, self.dtype, inputs, self.operation)
+
+    @property
+    def key(self) -> str:
+        return self.site.key
+
+
+def number_calls(every: Iterable[Seen]) -> None:
+    """Numbers calls of operations by their tickets: compiled code may run a module's calls in another order."""
+    by_name: dict[Any, list[Seen]] = collections.defaultdict(list)
+    for seen in every:
+        if seen.ticket != -1:
+            by_name[seen.kind, seen.name].append(seen)
+    for calls in by_name.values():
+        for call, seen in enumerate(sorted(calls, key=lambda seen: seen.ticket)):
+            seen.call = call
+
+
+def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
+    """Finds the calls that gradients of recomputed activations belong to: those with the same bits.
+
+    **Arguments:** `again`: recomputed activations, by ticket. `seen`: the others by ticket, and gradients by
+    ("gradient", ticket). **Raises** NotImplementedError if no call has the bits.
+    """
+    done = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
+    for ticket in [t for t in again if ("gradient", t) in seen]:
+        name = again[ticket].name
+        calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in done]
+        if len(calls) > 1:
+            calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
+        if not calls:
+            raise UnsupportedError(
+                f"capture: {name} was recomputed in the backward pass with other bits, and it ran more than once in "
+                "the step, so that its gradients cannot be matched"
+            )
+        done.add(calls[-1])  # recomputation runs from the last call to the first
+        seen["gradient", ticket].call = seen[calls[-1]].call
+
+
+def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:
+    """Fills in the keys of each site's inputs, where autograd knows them.
+
+    **Arguments:** `every`: in the order of computation. `by_ticket`: outputs of modules. `names`: of parameters, by id.
+    """
+    parameters = {s.name: s for s in every if s.kind == "parameter"}
+    consumers: dict[str, list[Seen]] = collections.defaultdict(list)
+    by_key = {s.key: s for s in every}
+    for seen in every:
+        if seen.origin is not None:
+            tickets, leaves = seen.origin
+            found = [by_ticket[t] for t in tickets]
+            found += [parameters[n] for p in leaves if (n := names.get(id(p))) in parameters]  # type: ignore[index]
+            seen.inputs = tuple([s.key for s in found])
+            for key in seen.inputs:
+                consumers[key].append(seen)
+    before: set[str] = set()
+    for seen in every:
+        if seen.kind in ("activation_grad", "parameter_grad"):
+            kind: Any = seen.kind.removesuffix("_grad")
+            of = by_key.get(dataclasses.replace(seen, kind=kind).key)
+            if of is not None and (of.kind == "parameter" or of.inputs is not None):
+                seen.inputs = _inputs_of_gradient(of, consumers, before)
+        before.add(seen.key)
+
+
+def _inputs_of_gradient(of: Seen, consumers: dict[str, list[Seen]], before: set[str]) -> tuple[str, ...]:
+    """A gradient is computed from those of the sites that its tensor enters, and from what these are made of."""
+    keys: dict[str, None] = {}
+    for consumer in consumers[of.key]:
+        keys[dataclasses.replace(consumer, kind="activation_grad").key] = None
+        keys |= dict.fromkeys(consumer.inputs or ())
+    keys |= {of.key: None}
+    return tuple([key for key in keys if key in before])
