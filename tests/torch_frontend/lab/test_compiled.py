@@ -139,6 +139,7 @@ def test_sites_bits_and_statistics_are_those_of_eager_code(tmp_path, recipe, how
     assert not warned
     for one, other in zip(have, want, strict=True):
         assert_the_same(one, other)
+    assert main(["diff", str(tmp_path / "eager"), str(tmp_path / "compiled")]) == 0
     quantized = {o.site.name for o in own(have[0]).values() if o.record.statistics.quantized}
     assert {"0.up/quantize.rowwise_data", "0.up/quantize.columnwise_data"} & quantized
     assert any(o.site.operation is not None for o in own(have[0]).values())
