@@ -16,7 +16,8 @@ from diptych.jax.graph.arguments import Call, copied_nodes, is_node
 from diptych.jax.graph.interpret import Interpreter
 from diptych.jax.graph.sites import Body, Compound
 from diptych.jax.lab import functions
-from diptych.jax.lab.capture import capture, unfolded, unwrapped
+from diptych.jax.lab.capture import capture
+from diptych.jax.lab.compiled import unfolded, unwrapped
 from diptych.jax.lab.taps import Tracing, is_site
 from diptych.jax.primitives.quantize import dtype_of
 from diptych.lab import capture as rules

@@ -20,7 +20,7 @@ from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import functions, own_ops, statistics, taps
+from diptych.torch.lab import compiled, functions, own_ops, statistics, taps
 from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
@@ -90,9 +90,9 @@ class Capture:
         self._modules: dict[int, nn.Module] = {}
         for path, module in self._model.named_modules():
             self._check(path, module)
-            compiled = hasattr(module, "_orig_mod")
-            self._compiled |= compiled or module._compiled_call_impl is not None
-            if not compiled:  # the wrapper of torch.compile: what it wraps has the same name
+            wrapper = hasattr(module, "_orig_mod")
+            self._compiled |= wrapper or module._compiled_call_impl is not None
+            if not wrapper:  # the wrapper of torch.compile: what it wraps has the same name
                 key = next(_KEYS)
                 self._modules[key], self._paths[key] = module, plain(path)
         self._wanted = {k: rules.wanted(self.options.sites, rules.named(p)) for k, p in self._paths.items()}
@@ -104,7 +104,7 @@ class Capture:
         _CAPTURED.update(self._modules.values())
         try:
             if self._compiled:
-                self._warn_of_ops()
+                self._warn_of_functions()
             self._begin()
         except BaseException:
             self.__exit__()
@@ -212,8 +212,8 @@ class Capture:
         self._last: dict[str, Seen] = {}  # their gradients
         self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
-        self._stack: list[str] = []
-        self._context: tuple[str, int] | None = None  # the module whose gradient came last, and the backward pass
+        self._running = taps.Modules()
+        self._unused: dict[int, int] = {}  # keys of modules by tickets of calls that have run nothing yet
 
     @contextlib.contextmanager
     def _attached(self) -> Any:
@@ -226,12 +226,13 @@ class Capture:
                     stack.callback(handle.remove)
                     # An earlier hook may be an optimizer, which changes the parameter and removes its gradient.
                     p._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
-            if not self._compiled:
-                register.OBSERVERS.append(self._op)
-                stack.callback(register.OBSERVERS.remove, self._op)
-                if self.options.ops == "all":
-                    mode = functions.Functions(self._module_of_function, self._see_all)
-                    stack.enter_context(functions.recorded(self._modules.values(), mode))
+            observer = own_ops.Observer(self._place_of_op, self._see_all, self._warn, self._with_statistics)
+            register.OBSERVERS.append(observer)
+            stack.callback(register.OBSERVERS.remove, observer)
+            stack.enter_context(compiled.without_programs())
+            if not self._compiled and self.options.ops == "all":
+                mode = functions.Functions(self._module_of_function, self._see_all)
+                stack.enter_context(functions.recorded(self._modules.values(), mode))
             yield
 
     def _check(self, path: str, module: nn.Module) -> None:
@@ -258,19 +259,10 @@ class Capture:
         return self._modules[key] is module
 
     def enter(self, key: int) -> None:
-        if taps.recomputes():
-            return
-        if not taps.in_backward():
-            self._context = None
-            if not self._paths[key]:
-                self._stack.clear()  # an exception may have left modules of an earlier pass
-        self._stack.append(self._paths[key])
+        self._running.enter(self._paths[key])
 
     def leave(self, key: int) -> None:
-        path = self._paths[key]
-        if path in self._stack and not taps.recomputes():
-            while self._stack.pop() != path:  # modules that were left by an exception
-                pass
+        self._running.leave(self._paths[key])
 
     def skip(self, key: int, value: Any, place: str) -> None:
         self._start()
@@ -289,11 +281,12 @@ class Capture:
                 "recorded; use backward(), or end the capture before"
             )
         self._start()
-        ticket = next(_TICKETS)
+        ticket, recomputed = next(_TICKETS), compiled.in_backward()
+        if eager:
+            self._running.output(ticket)
         if not self._wanted[key] or self._quiet:
             return ticket
         name = rules.printable(rules.named(self._paths[key], place))
-        recomputed = taps.in_backward()
         call = self._calls["activation", name]
         seen = self._see("activation", name, call, x, keep=not recomputed)
         if seen is None:
@@ -309,7 +302,7 @@ class Capture:
         return ticket
 
     def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
-        self._context = self._paths[key], taps.backward_pass()
+        self._running.gradient(ticket)
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
             self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
@@ -324,24 +317,36 @@ class Capture:
         if gradient is not None and (seen := self._see("parameter_grad", name, 0, gradient)) is not None:
             self._last[name] = seen
 
-    def _op(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs an op of diptych and records its operands and results."""
-        path, given = self._module_of_op(), dict(zip(arguments, args, strict=False)) | kwargs
-        if self._quiet or path is None or name in own_ops.UNRECORDED:
-            return real(*args, **kwargs)
-        call = own_ops.described(name, given)
-        operands = self._see_all("operand", path, call.row, call.operands)
-        out = real(*args, **kwargs)
-        whole = call.options is not None and len(operands) == len(call.operands)
-        operation = rules.operation(call.row, call.options) if whole else None  # type: ignore[arg-type]
-        made = own_ops.results(name, given, out)
-        errors = own_ops.errors(call, made) if self._with_statistics else {}
-        for seen in self._see_all("result", path, call.row, made):
-            seen.inputs, seen.operation = tuple([operand.key for operand in operands]), operation
-            seen.errors = errors.get(seen.name.rpartition(".")[2])
-        return out
+    def call(self, key: int, backward: bool) -> int:
+        if not backward and compiled.in_backward():  # it is computed again
+            return -1
+        self._start()
+        ticket = next(_TICKETS)
+        self._unused[ticket] = key
+        return ticket
 
-    def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[Seen]:
+    # --- operations ---
+
+    def _place_of_op(self) -> tuple[str, int] | None:
+        """Returns the name of the module that runs an op, and the call's ticket: None for ops of no module, and for
+        those that are repeated to recompute activations."""
+        if self._quiet:
+            return None
+        node = compiled.running()
+        if node is not None:
+            self._unused.pop(node.ticket, None)
+            path = self._paths[node.key] if node.recorder is self and node.ticket != -1 else None
+            return None if path is None else (rules.named(path), node.ticket)
+        if compiled.in_compiled_code():
+            self._warn(
+                "ops of diptych in compiled code that no module of the model calls, as in functions that are compiled "
+                "alone and in arithmetic on quantized tensors, are not recorded"
+            )
+            return None
+        path = self._running.calls()
+        return None if path is None else (rules.named(path), next(_TICKETS))
+
+    def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any], ticket: int = -1) -> list[Seen]:
         self._start()
         found = []
         for name, value in given.items():
@@ -353,6 +358,7 @@ class Capture:
                 call = self._calls[kind, full]
                 self._calls[kind, full] += 1
                 if (seen := self._see(kind, full, call, t)) is not None:
+                    seen.ticket = ticket
                     self._seen[kind, full, call] = seen
                     found.append(seen)
         return found
@@ -360,23 +366,15 @@ class Capture:
     def _wants_op(self, path: str, full: str) -> bool:
         return rules.wanted(self.options.sites, path) or rules.wanted(self.options.sites, full)
 
-    def _module_of_op(self) -> str | None:
-        """Returns the name of the module that runs an op: in a backward pass, the one whose gradient came last. None
-        for ops of no module, and for those that are repeated to recompute activations."""
-        if not taps.in_backward():
-            return rules.named(self._stack[-1]) if self._stack else None
-        if self._context is None or self._context[1] != taps.backward_pass() or self._stack or taps.recomputes():
-            return None
-        return rules.named(self._context[0])
-
     def _module_of_function(self) -> str | None:
         """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
         pass; None where functions are not recorded."""
-        if self._quiet or self._compiled or taps.in_backward():
+        if self._quiet or self._compiled or compiled.in_backward():
             return None
-        if self._stack:
-            return rules.named(self._stack[-1])
-        return "loss" if self._began and self._context is None else None
+        path = self._running.calls()
+        if path is not None:
+            return rules.named(path)
+        return "loss" if self._began and self._running.between() else None
 
     def _start(self) -> None:
         """The step's first module or op runs: records the parameters that it uses."""
@@ -393,14 +391,18 @@ class Capture:
     def _note_compiled(self, compiled: bool) -> None:
         if compiled and not self._compiled:
             self._compiled = True
-            self._warn_of_ops()
-            self._seen = {k: s for k, s in self._seen.items() if s.kind not in ("operand", "result")}
+            self._warn_of_functions()
+            for key in [k for k, s in self._seen.items() if s.kind in ("operand", "result") and s.ticket == -1]:
+                del self._seen[key]
 
-    def _warn_of_ops(self) -> None:
-        every = self.options.ops == "all"
-        if every or any(type(m).__module__.startswith("diptych.torch.") for m in self._modules.values()):
-            what = "functions of torch, and of the ops of diptych," if every else "the ops of diptych"
-            self._warn(f"operands and results of {what} are not recorded, since parts of the model are compiled")
+    def _warn_of_functions(self) -> None:
+        if self.options.ops == "all":
+            self._warn("calls of functions of torch are not recorded, since parts of the model are compiled")
+
+    def _warn_of_unused(self) -> None:
+        if self._unused:
+            names = ", ".join(sorted({rules.named(self._paths[key]) for key in self._unused.values()}))
+            self._warn(f"compiled code leaves out ops of {names} whose results nothing uses; later calls count without")
 
     # --- tensors ---
 
@@ -444,8 +446,11 @@ class Capture:
     def _entries(self) -> list[Entry]:
         """Returns the step's records in the order of computation. The host waits for the device."""
         last = [self._last[name] for name in self._parameters if name in self._last]
+        self._warn_of_unused()
         statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
         taps.match_recomputed(self._again, self._seen)
+        self._seen = {k: s for k, s in self._seen.items() if s.happens is None or bool(s.happens)}
+        taps.number_calls(self._seen.values())
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
             taps.connect(every, self._seen, self._names)

@@ -19,6 +19,7 @@ from diptych.common.ops.activation import ActivationOptions
 from diptych.common.ops.norm import NormOptions
 from diptych.common.quantizers import Quantizer
 from diptych.core import _core
+from diptych.lab import capture as rules
 from diptych.lab.replay.op import Op, Operands, require_results
 from diptych.lab.replay.table import TABLE
 from diptych.torch.functional import source as source_ops
@@ -33,6 +34,7 @@ from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives import register
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import ACTIVATION_IDS, NORM_IDS, Copy, dtype_name
+from diptych.torch.state import update
 
 UNRECORDED = {"hash", "rng_take", "empty", "log_amax"}
 """Ops that are no part of what a step computes."""
@@ -46,6 +48,83 @@ _ROWS = {
     "grouped_gemm_into": "grouped_gemm",
 }
 _SOURCES: dict[str, int] = _core.fused_table()["source"]
+
+
+# --- what is recorded of calls ---------------------------------------------------------------------------------------
+
+
+class Observer:
+    """An observer of `register`, which records calls.
+
+    **Arguments:** `where`: returns the name of the module that calls and the call's ticket, None where nothing is to be
+    recorded. `see`: records the tensors of one call by (kind of site, module, row, tensors by name, ticket), and
+    returns those recorded. `warn`: gets what cannot be recorded. `measure`: whether payloads are compared with what was
+    quantized.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], tuple[str, int] | None],
+        see: Callable[..., list[Any]],
+        warn: Callable[[str], None],
+        measure: bool,
+    ) -> None:
+        self._where, self._see, self._warn, self._measure = where, see, warn, measure
+
+    def __call__(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        place = None if name in UNRECORDED else self._where()
+        if place is None:
+            return real(*args, **kwargs)
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        if name == "update_scales":
+            return self._update_scales(place, given, lambda: real(*args, **kwargs))
+        call = described(name, given)
+        operands = self._operands(place, call)
+        out = real(*args, **kwargs)
+        self._results(place, call, operands, results(name, given, out))
+        return out
+
+    def _operands(self, place: tuple[str, int], call: Call) -> list[Any]:
+        return self._see("operand", place[0], call.row, call.operands, place[1])
+
+    def _results(self, place: tuple[str, int], call: Call, operands: list[Any], made: dict[str, Tensor]) -> list[Any]:
+        whole = call.options is not None and len(operands) == len(call.operands)
+        operation = rules.operation(call.row, call.options) if whole else None  # type: ignore[arg-type]
+        found = errors(call, made) if self._measure else {}
+        seen = self._see("result", place[0], call.row, made, place[1])
+        for result in seen:
+            result.operands, result.operation = operands, operation
+            result.errors = found.get(result.name.rpartition(".")[2])
+        return seen
+
+    def _update_scales(self, place: tuple[str, int], given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
+        """Records the updates of a graph as calls of `scale_update`. The graph collects amaxes in a log before, and the
+        device decides whether it updates at all."""
+        with torch.no_grad():
+            histories, scales = ([t.clone() for t in given[name]] for name in ("histories", "scales"))
+            update.collect(histories, scales, [given[name].clone() for name in update.LOG])
+            happens = given["seen"] != given["step"]
+        out = run()
+        quantizers = given["quantizers"].items
+        whole = given["group"] is None and not any([callable(q.amax_compute_algo) for q in quantizers])
+        if not whole:
+            self._warn(
+                f"scale_update of {place[0]} is recorded without its operation: compiled code reduces amaxes over a "
+                "group, or computes them by a function of your own, inside of the update"
+            )
+        for i, q in enumerate(quantizers):
+            old, new = (
+                {"history": h[i], "scale": s[i]}
+                for h, s in ((histories, scales), (given["histories"], given["scales"]))
+            )
+            options = {"fp8_max": update.fp8_max(q), "margin": q.margin}
+            call = described("scale_update", old | options | {"most_recent": q.amax_compute_algo == "most_recent"})
+            call = call if whole else call._replace(options=None)
+            operands = self._operands(place, call)
+            seen = self._results(place, call, operands, new)
+            for one in (*operands, *seen):
+                one.happens = happens
+        return out
 
 
 # --- description -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 """Taps: a module's outputs and their gradients become visible by forward hooks, in eager and in compiled code alike.
 
-Two ops call the recorder with what they get: `lab_forward` with an output, `lab_backward` with its gradient. In
-compiled code the hook is traced: an identity with a gradient of its own surrounds the ops, which are nodes of the
-graph. In eager code the hook calls the recorder itself, and the identity is an alias. Invariants:
+In compiled code the hook is traced: an identity with a gradient of its own surrounds two ops, which are nodes of the
+graph and call the recorder (`compiled.py`). In eager code the hook calls the recorder itself, and the identity is an
+alias. Invariants:
 
-- A module holds its key, a tensor, as an attribute. The key is an operand of the ops, so that modules with common code
-  have a common graph. The ops declare that they write to it: no compiler drops, merges or reorders them.
+- A module holds its keys, tensors, as attributes.
 - `lab_forward` returns a ticket, which names the call; `lab_backward` gets the ticket of the call that its gradient
   belongs to.
 - Guards of compiled code do not see hooks. `effective` therefore changes a global state that they do see and that has
@@ -14,12 +13,13 @@ graph. In eager code the hook calls the recorder itself, and the identity is an 
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +31,14 @@ from diptych.common.errors import UnsupportedError
 from diptych.lab import capture as rules
 from diptych.lab.traces import Site
 from diptych.lab.traces.schema import Kind, Operation
+from diptych.torch.lab import compiled
+from diptych.torch.lab.compiled import ACTIVE, Caller
 
-KEY, BACKWARD_KEY, WANTED = "_diptych_lab_key", "_diptych_lab_backward_key", "_diptych_lab_wanted"
-_LIBRARY = torch.library.Library("diptych", "FRAGMENT")
+KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", "backward_key", "caller", "wanted")]
 
 
-class Recorder(Protocol):
-    """What gets the tensors."""
+class Recorder(compiled.Recorder, Protocol):
+    """What gets the tensors, and what else hooks see."""
 
     def enter(self, key: int) -> None:
         """A module begins in eager code."""
@@ -48,13 +49,6 @@ class Recorder(Protocol):
     def skip(self, key: int, value: Any, place: str) -> None:
         """Part of an output, in eager code, is an object that may hold tensors and is not known."""
 
-    def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
-        """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
-        ...
-
-    def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
-        """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
-
     def wants(self, key: int) -> bool:
         """Whether a module's outputs are recorded."""
         ...
@@ -64,63 +58,75 @@ class Recorder(Protocol):
         ...
 
 
-ACTIVE: dict[int, Recorder] = {}
-"""The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
+class _Makers:
+    """Which module ran when autograd made a node."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []  # numbers of nodes, ascending
+        self._paths: list[str | None] = []
+
+    def now(self, path: str | None) -> None:
+        """Says which module runs from now on, None: none."""
+        self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._paths.append(path)
+
+    def of_current_node(self) -> str | None:
+        """Returns the module that made the node that runs in a backward pass now."""
+        node: Any = torch._C._current_autograd_node()
+        at = 0 if node is None else bisect.bisect_right(self._first, node._sequence_nr())
+        return self._paths[at - 1] if at else None
 
 
-# --- whether a backward pass runs ---
+class Modules:
+    """Which module runs in eager code, by path."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._makers = _Makers(), _Makers()  # of forward passes, and of what backward passes compute again
+        self._again: set[int] = set()  # tickets of outputs that were computed again
+        self._last: tuple[int, bool] | None = None  # of the last gradient: the pass, and whether it is one of `_again`
+
+    def enter(self, path: str) -> None:
+        if compiled.recomputes():
+            return
+        if not compiled.in_backward():
+            self._last = None
+            if not path:
+                self._stack.clear()  # an exception may have left modules of an earlier pass
+        self._stack.append(path)
+        self._makers[compiled.in_backward()].now(path)
+
+    def leave(self, path: str) -> None:
+        if path in self._stack and not compiled.recomputes():
+            while self._stack.pop() != path:  # modules that were left by an exception
+                pass
+            self._makers[compiled.in_backward()].now(self._stack[-1] if self._stack else None)
+
+    def output(self, ticket: int) -> None:
+        """An output of eager code has this ticket."""
+        if compiled.in_backward():
+            self._again.add(ticket)
+
+    def gradient(self, ticket: int) -> None:
+        """The gradient of the output with this ticket comes."""
+        self._last = compiled.backward_pass(), ticket in self._again
+
+    def calls(self) -> str | None:
+        """Returns the module that calls an op, in a backward pass the one that called its forward. None for ops of no
+        module, and for those that are repeated to recompute activations."""
+        if not compiled.in_backward():
+            return self._stack[-1] if self._stack else None
+        if self._stack or compiled.recomputes():
+            return None
+        again = self._last is not None and self._last == (compiled.backward_pass(), True)
+        return self._makers[again].of_current_node()
+
+    def between(self) -> bool:
+        """Whether no module runs, and no gradient has come since one did."""
+        return not self._stack and self._last is None
 
 
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
-
-def backward_pass() -> int:
-    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
-    return torch._C._current_graph_task_id()
-
-
-def in_backward() -> bool:
-    return backward_pass() != -1
-
-
-def recomputes() -> bool:
-    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
-    exception."""
-    return in_backward() and bool(_saved_tensors_hooks(True))
-
-
-# --- ops ---
-
-
-def _forward(x: Tensor, key: Tensor, place: str) -> Tensor:
-    number = int(key)
-    recorder = ACTIVE.get(number)
-    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)], device="cpu")
-
-
-def _backward(gradient: Tensor, key: Tensor, ticket: Tensor) -> None:
-    number = int(key)
-    if (recorder := ACTIVE.get(number)) is not None:
-        recorder.backward(number, gradient, int(ticket))
-
-
-def _define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # a CUDA graph would not call the functions again
-    tags = (torch.Tag.pt2_compliant_tag,) if unsafe is None else (torch.Tag.pt2_compliant_tag, unsafe)
-    _LIBRARY.define(f"{name}{signature}", tags=tags)
-    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.diptych, name).default
-
-
-def _ticket(x: Tensor, key: Tensor, place: str) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
-
-
-_forward_op = _define("lab_forward", "(Tensor x, Tensor(a!) key, str place) -> Tensor", _forward, _ticket)
-_backward_op = _define(
-    "lab_backward", "(Tensor gradient, Tensor(a!) key, Tensor ticket) -> ()", _backward, lambda *_: None
-)
+# --- tensors ---
 
 
 def local(x: Tensor) -> Tensor:
@@ -133,13 +139,13 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: Tensor, backward_key: Tensor, place: str) -> Tensor:
-        ctx.save_for_backward(_forward_op(local(x), key, place))
+        ctx.save_for_backward(compiled.forward_op(local(x), key, place))
         ctx.key = backward_key  # not saved, since autograd would refuse it after the backward of a later call
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
+        compiled.backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
         return gradient, None, None, None
 
 
@@ -165,7 +171,7 @@ def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
     def tap(x: Tensor, place: str) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return _Identity.apply(x, key, backward_key, place)
-        _forward_op(local(x), key, place)
+        compiled.forward_op(local(x), key, place)
         return x
 
     return mapped(output, tap)
@@ -247,13 +253,18 @@ def _enter(module: nn.Module) -> None:
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        if getattr(module, CALLER) is not None:
+            compiled.enter(getattr(module, CALLER))
+    elif not torch.compiler.is_compiling():
         _enter(module)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if not torch.compiler.is_compiling():
         return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
+    if torch.compiler.is_dynamo_compiling() and getattr(module, CALLER) is not None:
+        compiled.leave()
     if not getattr(module, WANTED):
         return None
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
@@ -302,16 +313,24 @@ def _mapped_fields(value: Any, tap: Any, place: str, skip: Any) -> Any:
     return made
 
 
+def _may_call(module: nn.Module) -> bool:
+    """Whether a module's own code may call diptych's ops. Each `Caller` costs time when functions in it are traced."""
+    file = type(module).__module__
+    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # it calls a user's function
+    return not of_torch or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], None]:
     """Gives modules their taps, by key. Returns the function that takes all of them away again."""
     handles = []
 
     def detach() -> None:
+        compiled.forget()
         for handle in handles:
             handle.remove()
         for key, module in modules.items():
             ACTIVE.pop(key, None)
-            for name in (KEY, BACKWARD_KEY, WANTED):
+            for name in (KEY, BACKWARD_KEY, CALLER, WANTED):
                 module.__dict__.pop(name, None)
 
     try:
@@ -319,6 +338,8 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
             for name in (KEY, BACKWARD_KEY):
                 with torch.inference_mode(False):  # compiled code writes to it
                     module.__dict__[name] = torch.tensor([key], device="cpu")
+            keys = module.__dict__[KEY], module.__dict__[BACKWARD_KEY]
+            module.__dict__[CALLER] = Caller(*keys) if _may_call(module) else None
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
@@ -358,7 +379,7 @@ def _warn_only(warns: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
 
 
-# --- from which others each tensor of a step is computed ---
+# --- the tensors of a step, and from which others each of them is computed ---
 
 
 @dataclasses.dataclass(eq=False)
@@ -366,7 +387,9 @@ class Seen:
     """A tensor of the present step, as far as the device has it.
 
     `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
-    `operation`: of a result, if it can be computed again. `errors`: of a quantized payload, see `statistics`.
+    `operands`: of a result, those of its operation, which stand for `inputs`. `operation`: if it can be computed again.
+    `ticket`: of operands and results, that of the call. `happens`: whether it is computed, if the device decides.
+    `errors`: of a quantized payload, see `statistics`.
     """
 
     kind: Kind
@@ -380,16 +403,31 @@ class Seen:
     errors: Tensor | None = None
     origin: tuple[list[int], list[Tensor]] | None = None
     inputs: tuple[str, ...] | None = None
+    operands: list[Seen] | None = None
     operation: Operation | None = None
+    ticket: int = -1
+    happens: Tensor | None = None
 
     @property
     def site(self) -> Site:
         name = rules.printable(self.name)
-        return Site(name, self.kind, self.call, self.shape, self.dtype, self.inputs, self.operation)
+        inputs = self.inputs if self.operands is None else tuple([operand.key for operand in self.operands])
+        return Site(name, self.kind, self.call, self.shape, self.dtype, inputs, self.operation)
 
     @property
     def key(self) -> str:
         return self.site.key
+
+
+def number_calls(every: Iterable[Seen]) -> None:
+    """Numbers calls of operations by their tickets: compiled code may run a module's calls in another order."""
+    by_name: dict[Any, list[Seen]] = collections.defaultdict(list)
+    for seen in every:
+        if seen.ticket != -1:
+            by_name[seen.kind, seen.name].append(seen)
+    for calls in by_name.values():
+        for call, seen in enumerate(sorted(calls, key=lambda seen: seen.ticket)):
+            seen.call = call
 
 
 def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
