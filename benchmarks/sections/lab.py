@@ -26,6 +26,13 @@ HASH = 5.0  # GB/s
 HASHES, AFTER = 1.15, 1.05  # times a step without a capture; after one it is the same but for noise
 DIFF_SECONDS, DIFF_GB = 10.0, 1.0
 ROUNDS, WARM = 21, 3
+CAPTURES: dict[str, tuple[int, dict[str, Any]]] = {
+    "hashes alone, no operations": (ROUNDS, {"ops": "none", "statistics": False}),
+    "hashes alone": (ROUNDS, {"statistics": False}),
+    "with statistics": (ROUNDS // 4, {}),
+}
+"""Kinds of captures: how many steps are timed, and their options. A trace's first steps, which list its sites, do not
+count."""
 TENSOR = 2**22  # elements of each tensor of a trace
 PARTS = (
     "ln_1",
@@ -67,7 +74,7 @@ def hash_rate(case: Case) -> Iterator[Row]:
 
 
 def captured(case: Case) -> Iterator[Row]:
-    """Steps of the demo model in turns: of a model that was never captured, and of one that is, or was until now."""
+    """Steps of the demo model, in turns of a model that was never captured and of one that is, or was until now."""
     from diptych.common import RECIPES
     from diptych.lab.job import Job, ModelConfig, initial_weights
     from diptych.torch import lab
@@ -88,14 +95,16 @@ def captured(case: Case) -> Iterator[Row]:
         times.setdefault(name, []).append(time.perf_counter() - start)
 
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(ROUNDS + WARM):
-            timed("plain", never)
-            for name, whether in (("hashes alone", False), ("with statistics", True)):
-                with lab.capture(often._model, out=f"{folder}/{name} {turn}", statistics=whether) as capture:
+        for name, (rounds, options) in CAPTURES.items():
+            with lab.capture(often._model, out=f"{folder}/{name}", **options) as capture:
+                for _ in range(WARM + rounds):
+                    timed("plain", never)
                     timed(name, often, capture)
+        for _ in range(WARM + ROUNDS):
+            timed("plain", never)
             timed("after a capture", often)
     found = {name: statistics.median(some[WARM:]) for name, some in times.items()}
-    bounds = {"hashes alone": HASHES, "after a capture": AFTER}
+    bounds = {"hashes alone, no operations": HASHES, "after a capture": AFTER}
     for name, taken in found.items():
         ratio = taken / found["plain"]
         bound = at_most(bounds[name], ratio) if name in bounds else {}

@@ -7,6 +7,7 @@ A frontend numbers the tensors of a step by `Calls`, in the order of computation
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def options(sites: Any, every: Any, values: Any, budget: Any, ops: Any = "own") 
     """Returns the checked options of a capture.
 
     **Raises** TypeError for another type of an argument, ValueError for a pattern that is empty, `every` below 1, a
-    negative `budget`, `values` other than "hash", "sample" and "full", or `ops` other than "own" and "all".
+    negative `budget`, `values` other than "hash", "sample" and "full", or `ops` other than "none", "own" and "all".
     """
     for name, value, kind in (("sites", sites, str), ("every", every, int), ("values", values, str), ("ops", ops, str)):
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -51,11 +52,12 @@ def options(sites: Any, every: Any, values: Any, budget: Any, ops: Any = "own") 
         raise ValueError(f'capture: values must be "hash", "sample" or "full", got {values!r}')
     if not 0 <= budget < 2**62:
         raise ValueError(f"capture: budget must be from 0 to 2^62 bytes, got {budget}")
-    if ops not in ("own", "all"):
-        raise ValueError(f'capture: ops must be "own" or "all", got {ops!r}')
+    if ops not in ("none", "own", "all"):
+        raise ValueError(f'capture: ops must be "none", "own" or "all", got {ops!r}')
     return Options(sites, every, values, int(budget), ops)
 
 
+@functools.lru_cache(2**16)
 def wanted(pattern: str, name: str) -> bool:
     """Returns whether a pattern of sites matches a name.
 
@@ -94,6 +96,7 @@ def operation(name: str, options: Mapping[str, Any]) -> Operation | None:
         return None
 
 
+@functools.lru_cache(2**16)
 def printable(name: str) -> str:
     """Returns a name that a trace takes: what cannot be printed is replaced, as are parts that are ".."."""
     text = "".join(c if c.isprintable() else "?" for c in name)[:1000]

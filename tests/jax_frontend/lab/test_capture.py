@@ -181,6 +181,10 @@ def test_diptych_ops(tmp_path):
     assert site.dtype == "float8_e4m3fn"  # JAX has bytes
     of_d = {"a_data", "a_scale_inv", "b_data", "b_scale_inv"}
     assert set(got.steps[0]["result:gemm.d"].site.inputs) == {f"operand:gemm.{name}" for name in of_d}
+    bare = recorded(tmp_path / "none", step, (kernel,), ops="none")
+    same_bits(bare.results[0], got.results[0])
+    of_ops = [key for key in got.steps[0] if key.startswith(("operand:", "result:"))]
+    assert set(bare.steps[0]) == set(got.steps[0]) - set(of_ops) | {"result:loss"} & set(of_ops)
 
 
 def test_jit_options_are_kept(tmp_path):

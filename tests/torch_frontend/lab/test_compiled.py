@@ -211,6 +211,34 @@ def test_graph_breaks_and_patterns(tmp_path):
     assert {o.site.name.partition(".d")[0] for o in have.values() if o.site.kind == "result"} == {"block.up/gemm"}
 
 
+@pytest.mark.parametrize("how", [None, blocks])
+def test_without_operations_the_other_sites_stay(tmp_path, how):
+    both = {}
+    for ops in ("none", "own"):
+        options = {"recipe": RECIPES[0], "dtype": torch.bfloat16, "ops": ops} | ({"how": how} if how else {})
+        (both[ops],), warned = captured(tmp_path / ops, lambda: stacked(dt.Linear), **options)
+        assert not warned
+    assert not own(both["none"]) and own(both["own"])
+    assert {k: o.record.hash for k, o in both["none"].items()} == {
+        k: o.record.hash for k, o in both["own"].items() if k not in own(both["own"])
+    }
+
+
+@pytest.mark.parametrize("ops", ["none", "own"])
+def test_a_model_with_the_same_code_that_runs_meanwhile_takes_no_taps_away(tmp_path, ops):
+    model, other = (blocks(stacked(dt.Linear)) for _ in range(2))
+    x, counts = torch.randn(16, 32), []
+    with lab.capture(model, out=tmp_path / "t", ops=ops) as t:
+        for _ in range(3):
+            with dt.autocast(recipe=RECIPES[0]):
+                model(x).square().sum().backward()
+            t.step()
+            with dt.autocast(recipe=RECIPES[0]):
+                other(x).square().sum().backward()
+    counts = [len(observed(tmp_path / "t", i)) for i in range(3)]
+    assert counts == counts[:1] * 3 and any("activation:0.up" in key for key in observed(tmp_path / "t", 2))
+
+
 def test_ops_that_no_module_calls_are_a_warning(tmp_path):
     class Alone(Product):
         def __init__(self):

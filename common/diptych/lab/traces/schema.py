@@ -164,13 +164,13 @@ class Step:
 class Options:
     """How a trace was asked for. `sites`: a pattern of names. `every`: a step is recorded out of so many. `values`:
     whether values are kept beside hashes. `budget`: bytes of values that all steps of all ranks keep together. `ops`:
-    whether operands and results are those of diptych's operations, or of the framework's too."""
+    whether there are operands and results of no operations, of diptych's, or of the framework's too."""
 
     sites: str = "**"
     every: int = 1
     values: Literal["hash", "sample", "full"] = "hash"
     budget: int = 2**30
-    ops: Literal["own", "all"] = "own"
+    ops: Literal["none", "own", "all"] = "own"
 
     def __post_init__(self) -> None:
         _check(self.every >= 1, "every", "must be at least 1")

@@ -108,7 +108,8 @@ class Interpreter:
     **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number, quantized)`: the arrays
     that are recorded of the leaf with this number; see `_leaf`. `products`: whether products are sites, as in a
     function without modules.
-    `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed.
+    `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed; None if no operand
+    or result of one is a site.
     `functions`: recognizes JAX's own operations, if these are sites too.
     `replace(x, number, at)`: what the program goes on with in the place of a tap's array, as it is recorded; `at`: the
     numbers of the iterations of the scans around it. With it, functions under `jax.jit` are parts of the program.
@@ -119,7 +120,7 @@ class Interpreter:
         is_site: Callable[[str, str], bool],
         observe: Callable[[Array, int, Any], list[Array]],
         products: bool,
-        operation: Callable[[str, dict[str, Any]], Any],
+        operation: Callable[[str, dict[str, Any]], Any] | None,
         functions: Functions | None = None,
         replace: Callable[[Array, int, tuple[Array, ...]], Array] | None = None,
     ) -> None:
@@ -181,7 +182,7 @@ class Interpreter:
             return ins[:1], [refs[0] if where.recomputed else self._called(params, ins, refs, where, made)]
         if self._has_sites(eqn, where.open):
             return self._compound(eqn, ins, refs, where, made)
-        if prim.name.startswith(_OP) and not where.recomputed:
+        if self._is_op(eqn) and not where.recomputed:
             return self._op(eqn, ins, refs, where, made)
         outs = _bound(prim, ins, params)
         every: Refs = frozenset().union(*refs)
@@ -197,6 +198,9 @@ class Interpreter:
             return not eqn.params["name"].startswith("diptych")
         return self._products and where.module is None and eqn.primitive.name in _PRODUCTS
 
+    def _is_op(self, eqn: Any) -> bool:
+        return self._operation is not None and eqn.primitive.name.startswith(_OP)
+
     def _op(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         op, params = eqn.primitive.name.removeprefix(_OP), eqn.params
         operands, results = ops.names(op, params, len(ins), len(eqn.outvars))
@@ -209,7 +213,7 @@ class Interpreter:
         outs, every = _bound(eqn.primitive, ins, params), frozenset().union(*of_operands)
         options = ops.options(op, params, outs)
         whole = all(leaf is not r for leaf, r in zip(of_operands, refs, strict=True))
-        operation = self._operation(op, options) if whole and options is not None else None
+        operation = self._operation(op, options) if self._operation and whole and options is not None else None
         named = dict(zip(results, outs, strict=True))
         given = dict(zip(operands, ins, strict=True))  # amaxes may be operands
         copies = ops.copies(op, params, given | named)
@@ -292,7 +296,7 @@ class Interpreter:
     def _body_has_sites(self, jaxpr: Any, open: bool = False) -> bool:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if eqn.primitive in (tap_p, called_p) or name == "name" or name.startswith(_OP):
+            if eqn.primitive in (tap_p, called_p) or name == "name" or self._is_op(eqn):
                 return True
             if self._products and name in _PRODUCTS:
                 return True

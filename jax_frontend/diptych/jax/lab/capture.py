@@ -39,7 +39,7 @@ def capture(
     traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out
     of so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
     bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more. `ops`: "own" for
-    diptych's operations, "all" for JAX's own too, in the forward pass; see `diptych.lab.replay.table`.
+    diptych's operations, "all" for JAX's own too, in the forward pass, "none"; see `diptych.lab.replay.table`.
 
     **Raises:** TypeError for another type of an argument, ValueError for other values, TraceError if `out` has a trace,
     NotImplementedError if there are several processes.

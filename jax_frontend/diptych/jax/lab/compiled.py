@@ -117,8 +117,9 @@ class Program:
     def _instrumented(self, variant: _Variant, *arrays: Any) -> Any:
         args = [arrays[i] if i is not None else value for i, value in self._picked]
         is_wanted = functools.partial(is_site, self._options.sites)
-        observe, of_jax = functools.partial(self._observed, variant), functions if self._options.ops == "all" else None
-        interpreter = Interpreter(is_wanted, observe, self._products, common.operation, of_jax)
+        observe, which = functools.partial(self._observed, variant), self._options.ops
+        own, of_jax = common.operation if which != "none" else None, functions if which == "all" else None
+        interpreter = Interpreter(is_wanted, observe, self._products and which != "none", own, of_jax)
         outs, extras, variant.body = interpreter.program(self._closed, args)
         variant.values = [p + 1 for leaf, p in variant.body.positions() if variant.kept(leaf.number) != "none"]
         variant.places = {i: x.shape for i, x in enumerate(extras) if i not in set(variant.values)}

@@ -54,7 +54,7 @@ def capture(
     the others run as without a capture. `values`: "hash", none beside hashes; "sample", up to 1024 elements of each
     tensor; "full", whole tensors as far as half of the budget has room. `budget`: bytes of values in the whole trace.
     `ops`: "own" records operands and results of diptych's ops; "all", in eager code, also those of torch's functions in
-    the forward pass. `statistics`: False records hashes alone.
+    the forward pass; "none" leaves both out. `statistics`: False records hashes alone.
 
     **Raises** TypeError or ValueError for bad arguments; on entry, TraceError if `out` has a trace of this rank,
     FileError if it cannot be written, and NotImplementedError for a model with parts in TorchScript or in another
@@ -219,17 +219,19 @@ class Capture:
     def _attached(self) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(taps.effective(self._compiled))
-            stack.callback(taps.attach(self._modules, self))
+            ops = self.options.ops != "none"
+            stack.callback(taps.attach(self._modules, self, ops))
             for name, p in self._parameters.items():
                 if p.requires_grad:
                     handle = p.register_post_accumulate_grad_hook(lambda p, name=name: self._parameter_grad(name, p))
                     stack.callback(handle.remove)
                     # An earlier hook may be an optimizer, which changes the parameter and removes its gradient.
                     p._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
-            observer = own_ops.Observer(self._place_of_op, self._see_all, self._warn, self._with_statistics)
-            register.OBSERVERS.append(observer)
-            stack.callback(register.OBSERVERS.remove, observer)
-            stack.enter_context(compiled.without_programs())
+            if ops:
+                observer = own_ops.Observer(self._place_of_op, self._see_all, self._warn, self._with_statistics)
+                register.OBSERVERS.append(observer)
+                stack.callback(register.OBSERVERS.remove, observer)
+                stack.enter_context(compiled.without_programs())
             if not self._compiled and self.options.ops == "all":
                 mode = functions.Functions(self._module_of_function, self._see_all)
                 stack.enter_context(functions.recorded(self._modules.values(), mode))
@@ -426,14 +428,12 @@ class Capture:
                 seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
                 if keep:
                     seen.row = statistics.measured(x) if self._with_statistics else None
-                    seen.values = self._keep(seen.site, x)
+                    seen.values = None if self.options.values == "hash" else self._keep(seen.site, x)
         return seen
 
-    def _keep(self, site: Site, x: Tensor) -> Tensor | None:
+    def _keep(self, site: Site, x: Tensor) -> Tensor:
         """Returns the values that the step may keep. The trace's plan is made when the step's sites are known; tensors
         are foreseen in the order of their computation, and where that differs, the plan finds a sample instead."""
-        if self.options.values == "hash":
-            return None
         if site.key not in self._plans:
             (plan,) = self._budget.plan([site])
             self._budget.take([site], [plan])

@@ -19,6 +19,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -320,8 +321,11 @@ def _may_call(module: nn.Module) -> bool:
     return not of_torch or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], None]:
-    """Gives modules their taps, by key. Returns the function that takes all of them away again."""
+def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Callable[[], None]:
+    """Gives modules their taps, by key. Returns the function that takes all of them away again.
+
+    **Arguments:** `ops`: whether diptych's ops in compiled code learn their module.
+    """
     handles = []
 
     def detach() -> None:
@@ -339,7 +343,7 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
                 with torch.inference_mode(False):  # compiled code writes to it
                     module.__dict__[name] = torch.tensor([key], device="cpu")
             keys = module.__dict__[KEY], module.__dict__[BACKWARD_KEY]
-            module.__dict__[CALLER] = Caller(*keys) if _may_call(module) else None
+            module.__dict__[CALLER] = Caller(*keys) if ops and _may_call(module) else None
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
@@ -370,7 +374,9 @@ def effective(compiled: bool) -> Iterator[None]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     _warn_only(not warns)
     try:
-        yield
+        # Code of a module without taps that is compiled meanwhile must not run for one with taps.
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            yield
     finally:
         _warn_only(warns)
 
@@ -410,13 +416,17 @@ class Seen:
 
     @property
     def site(self) -> Site:
-        name = rules.printable(self.name)
         inputs = self.inputs if self.operands is None else tuple([operand.key for operand in self.operands])
-        return Site(name, self.kind, self.call, self.shape, self.dtype, inputs, self.operation)
+        return _site(self.name, self.kind, self.call, self.shape, self.dtype, inputs, self.operation)
 
     @property
     def key(self) -> str:
-        return self.site.key
+        return _site(self.name, self.kind, self.call, self.shape, self.dtype, None, None).key
+
+
+@functools.lru_cache(2**16)  # steps have the same sites, and to check one takes longer than to find it
+def _site(name: str, kind: Kind, call: int, shape: Any, dtype: str, inputs: Any, operation: Any) -> Site:
+    return Site(rules.printable(name), kind, call, shape, dtype, inputs, operation)
 
 
 def number_calls(every: Iterable[Seen]) -> None:
