@@ -9,16 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from diptych.torch import lab
 from torch_frontend.lab.captured import Block, hashes, model_and_step, observed
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("fresh")]
 AOT = {"backend": "aot_eager", "fullgraph": True}  # the nodes of the graph as they stand: eager bits
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs():

@@ -24,19 +24,11 @@ from diptych.lab.traces import Trace
 from diptych.torch import lab
 from torch_frontend.lab.captured import observed
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("fresh")]
 AOT = {"backend": "aot_eager", "fullgraph": True}  # the nodes of the graph as they stand: eager bits
 FP8 = Float8CurrentScaling()
 QUANTIZER = FP8.quantizer(QuantizerRole(module="linear", tensor="input"))
 RECIPES = [FP8, DelayedScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
