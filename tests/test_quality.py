@@ -143,7 +143,7 @@ def test_a_recipe_stays_where_high_precision_was_not_finite():
 
 
 def arguments(path, **changes) -> list[str]:
-    """Of the command with TINY's setting."""
+    """Returns arguments of `python -m benchmarks.quality` that give TINY's setting."""
     sizes = {k: getattr(TINY, k) for k in ("seeds", "width", "layers", "heads", "seq", "batch", "steps")} | changes
     given = [text for k, v in sizes.items() for text in (f"--{k}", str(v))]
     return [*given, "--only", "nvfp4", "--device", "cpu", "--no-compile", "--file", str(path)]

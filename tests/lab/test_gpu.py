@@ -32,7 +32,7 @@ def gpu(cuda):
 
 @pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-current", "fp8-delayed", "mxfp8", "nvfp4")))
 def test_first_steps_of_both_frameworks(tmp_path, recipe):
-    """What one framework computed, both compute again, on the GPU and on the CPU."""
+    """Both frameworks compute each operation of a trace again, on the GPU and on the CPU, and agree with it."""
     pair = tuple(require(name, "cuda") for name in PAIR)
     trainers = tuple(f.trainer(job(recipe, device="cuda"), initial_weights(TINY, 0)) for f in pair)
     gen = np.random.default_rng(3)

@@ -17,7 +17,7 @@ from diptych.lab.job import ModelConfig
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.replay.recorded import Recorded, operations
 from diptych.lab.replay.table import TABLE
-from diptych.lab.traces import DTYPES, Distance, Observation, Tensor, Trace, distances, tensor_distance
+from diptych.lab.traces import Distance, Observation, Trace, distances, tensor_distance
 from diptych.lab.traces.reader import rank_name, step_name
 
 # --- which operations belong to a linear layer ---
@@ -104,8 +104,11 @@ def activation_order(model: ModelConfig) -> list[tuple[str, str]]:
 
 
 class FirstSteps(NamedTuple):
-    """What the first steps show. `data`: the report's tables, plain data. `missing`: products that ran no quantized
-    gemm. `replayed`: the distances of all results of diptych's operations that were computed again."""
+    """The comparison of the first steps of a job in two frameworks.
+
+    `data`: the report's tables, plain data. `missing`: products that ran no quantized gemm. `replayed`: the distances
+    of all results of diptych's operations that were computed again.
+    """
 
     data: dict[str, Any]
     missing: list[str]
@@ -164,11 +167,11 @@ class _Tables:
         items = [labelled(of_side, self._model) for of_side in ops]
         for frontend, found in zip(self._pair, items, strict=True):
             self._missing += [f"{frontend.name} step {number}: {p}" for p in missing_products(found, self._model)]
-        by_key = [{o.site.key: o for o in side} for side in sides]
-        self._drift.append({"activations": [*self._activations(*by_key), _loss_row(losses)]})
-        rows = [*_of_linears(*items), *_gradients(*by_key)]
-        data = {"step": number, "losses": losses, "loss_ulp": loss_distance(*losses).max_ulp, "rows": _rows(rows)}
-        self._steps.append(data)
+        by_key, loss = [{o.site.key: o for o in side} for side in sides], loss_distance(*losses)
+        of_loss = _drift_row("loss", "cross entropy", loss)
+        self._drift.append({"activations": [*self._activations(*by_key), of_loss]})
+        rows = _rows([*_of_linears(*items), *_gradients(*by_key)])
+        self._steps.append({"step": number, "losses": losses, "loss_ulp": loss.max_ulp, "rows": rows})
 
     def _activations(self, a: dict[str, Observation], b: dict[str, Observation]) -> Iterator[dict[str, Any]]:
         order = activation_order(self._model)
@@ -200,10 +203,6 @@ def loss_distance(x: float, y: float) -> Distance:
     """Returns the distance of two losses in float32."""
     a, b = (Bits.of(np.array([v], np.float32)) for v in (x, y))
     return _of_bits(a, b, "loss")
-
-
-def _loss_row(losses: list[float]) -> dict[str, Any]:
-    return _drift_row("loss", "cross entropy", loss_distance(*losses))
 
 
 def _drift_row(name: str, kind: str, d: Distance) -> dict[str, Any]:
@@ -253,9 +252,11 @@ def _rows(found: list[_Part]) -> list[dict[str, Any]]:
         by_what.setdefault(part.what, []).append(part)
     rows = []
     for what, parts in by_what.items():
-        far = [p.distance.relative or 0.0 for p in parts] if what.endswith("result") or what == _GRADIENTS else [None]
+        apart = [p.distance for p in parts]
+        measured = what.endswith("result") or what == _GRADIENTS
+        far = max(d.relative or 0.0 for d in apart) if measured else None
         first = next((p.place for p in parts if p.distance.differing), None)
-        rows.append({"what": what, **_counts([p.distance for p in parts]), "first": first, "relative": max(far)})  # type: ignore[type-var]
+        rows.append({"what": what, **_counts(apart), "first": first, "relative": far})
     return rows
 
 
@@ -278,7 +279,7 @@ def _distances(pairs: Iterable[tuple[Observation, Observation]]) -> Iterator[Dis
 
 def _of_bits(a: Bits, b: Bits, what: str) -> Distance:
     _require_one_dtype(a.dtype, b.dtype, what)
-    return tensor_distance(*(Tensor(DTYPES[x.dtype], x.data) for x in (a, b)))
+    return tensor_distance(a.tensor, b.tensor)
 
 
 def _require_one_dtype(a: str, b: str, what: str) -> None:

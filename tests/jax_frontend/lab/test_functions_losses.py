@@ -44,7 +44,7 @@ def expected(logits, targets, reduction):
 
 
 def one_hot(targets, on=1.0, off=0.0):
-    """As flax's `common_utils.onehot` computes it."""
+    """Returns one-hot labels by the equations of flax's `common_utils.onehot`."""
     same = targets[..., None] == jnp.arange(CLASSES).reshape((1,) * targets.ndim + (-1,))
     return lax.select(same, jnp.full(same.shape, on), jnp.full(same.shape, off)).astype(jnp.float32)
 
@@ -54,7 +54,7 @@ def take(x, targets):
 
 
 def shifted(logits, targets):
-    """As optax 0.1 had it."""
+    """Returns the loss of each position by the equations of optax 0.1: of logits less their largest."""
     logits = logits - lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
     return jnp.log(jnp.sum(jnp.exp(logits), -1)) - take(logits, targets)[..., 0]
 
@@ -275,7 +275,7 @@ def test_in_a_module_a_scan_and_shards(tmp_path, mesh):
 
 
 def test_rotary_of_pairs(tmp_path):
-    """As transformers' GPT-J rotates queries in flax."""
+    """The rotation of queries by pairs of neighbours, by the equations of transformers' GPT-J in flax."""
     rng = np.random.default_rng(11)
     x, angles = jnp.asarray(rng.normal(size=(2, 5, 3, 8)), jnp.float32), rng.normal(size=(2, 5, 4))
     sin, cos = (jnp.asarray(f(angles), jnp.float32) for f in (np.sin, np.cos))

@@ -147,7 +147,7 @@ def test_cross_entropy(axis, ignore_index, reduction):
 
 
 def test_cross_entropy_of_large_logits():
-    """As optax has it: log(sum(exp)) is complete, and rounded, before the logit at the target is subtracted."""
+    """optax rounds log(sum(exp)) before it subtracts the logit at the target, so that the size of the logits counts."""
     logits, targets = normal("large", shape=(4096, 5)) + F32(1000), rng("of large").integers(0, 5, 4096)
     largest = logits.max(-1)
     total = F32(np.log(np.exp(logits - largest[:, None]).sum(-1, dtype=F32))) + largest

@@ -1,4 +1,4 @@
-"""What tests of compiled code share."""
+"""A fixture for tests of captures of compiled code."""
 
 import pytest
 import torch

@@ -297,7 +297,6 @@ def test_recorded_operations_of_compiled_code_replay_in_jax(tmp_path):
         assert main(["replay", str(tmp_path / "t"), site, "--framework", "jax"]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor(tmp_path, recipe, dtype):
@@ -316,7 +315,6 @@ def test_inductor(tmp_path, recipe, dtype):
     assert main(["replay", str(tmp_path / "t"), "result:block.up/gemm.d", "--framework", "jax"]) == 0
 
 
-@pytest.mark.slow
 def test_inductor_leaves_plain_code_as_it_was(tmp_path):
     torch.manual_seed(0)
     model, x = stacked(), torch.randn(16, 32)

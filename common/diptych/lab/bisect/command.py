@@ -25,7 +25,7 @@ from diptych.lab.bisect.narrow import Narrowed, narrow
 from diptych.lab.bisect.script import LARGEST_TEXT, Script, archive, compressed, script, whole
 from diptych.lab.bisect.search import Found, Outcome, Side, Site, search
 from diptych.lab.capture import CaptureWarning
-from diptych.lab.diff import mapping
+from diptych.lab.diff import mapping, names
 from diptych.lab.frontend import Frontend, require
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.traces import is_recorded
@@ -256,6 +256,4 @@ def _options(options: Mapping[str, Any]) -> str:
 
 
 def _few(keys: Sequence[str]) -> str:
-    more = len(keys) - _LISTED
-    shown = [key.removeprefix("activation:") for key in keys[:_LISTED]]
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    return names.few([key.removeprefix("activation:") for key in keys], _LISTED)

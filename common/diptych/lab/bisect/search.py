@@ -35,7 +35,7 @@ FACTOR = 8.0
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of the two models that are compared, with its arguments.
+    """One of the two models of a bisection, with its arguments.
 
     `name`: "A" or "B". `factory`: as the user named it. `feeder`: runs the model. `folder`: where its trace is written.
     """

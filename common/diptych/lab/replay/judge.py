@@ -15,7 +15,7 @@ import numpy as np
 from diptych.lab.replay import table
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.replay.reference import TF32, Reference, reference
-from diptych.lab.traces import DTYPES, DType, Tensor, tensor_distance
+from diptych.lab.traces import DTYPES, DType, tensor_distance
 
 ROUNDED = {
     "gemm", "grouped_gemm", "bias_grad", "grouped_bias_grad", "norm", "norm_grad", "activation", "activation_grad",
@@ -58,7 +58,7 @@ def _judged(op: Op, name: str, bits: Bits, again: Bits, exact: Reference | None,
         held, got = (f"{b.dtype}{list(b.data.shape)}" for b in (bits, again))
         return Outcome(name, bits.data.size, bits.data.size, None, None, None, None, False, f"{held} became {got}")
     dtype = DTYPES[bits.dtype]
-    d = tensor_distance(Tensor(dtype, bits.data), Tensor(dtype, again.data))
+    d = tensor_distance(bits.tensor, again.tensor)
     differing = d.differing or 0
     if exact is None:
         agrees, why = _own_verdict(op.kind, differing, d.relative, dtype, same_device)

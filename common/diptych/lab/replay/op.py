@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from diptych.lab.traces import DTYPES, Tensor
+
 T = TypeVar("T")
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -31,6 +33,11 @@ class Bits(NamedTuple):
         """Returns the bits of `x`. `dtype`: the tensor's dtype if NumPy has no such dtype."""
         x = np.ascontiguousarray(x).reshape(x.shape)
         return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
+
+    @property
+    def tensor(self) -> Tensor:
+        """The same bits as traces hold them."""
+        return Tensor(DTYPES[self.dtype], self.data)
 
     @property
     def floats(self) -> np.ndarray | None:

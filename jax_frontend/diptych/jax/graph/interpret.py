@@ -138,7 +138,7 @@ class Interpreter:
         return found.outs, found.extras, Body(found.nodes, found.refs, len(found.extras))
 
     def _evaluate(self, jaxpr: Any, consts: Any, args: Any, arg_refs: Sequence[Refs], where: Where) -> Evaluation:
-        jaxpr, consts = flat(jaxpr, consts, lambda eqn: self._is_part(eqn, where.at(eqn).open))
+        jaxpr, consts = flat(jaxpr, consts, lambda eqn: self._is_part(eqn, where))
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         refs: dict[Any, Refs] = dict(zip(jaxpr.invars, arg_refs, strict=True))
         made = _Made([], [])
@@ -278,14 +278,13 @@ class Interpreter:
 
     # --- equations with jaxprs ---
 
-    def _is_part(self, eqn: Any, open: bool) -> bool:
+    def _is_part(self, eqn: Any, where: Where) -> bool:
         """Whether the equations of the function that an equation calls are looked at as those around it. Operations of
         JAX's own cross such functions. A call under `jax.jit` that says where its results are stays one."""
-        open = open and self._functions is not None
-        if eqn.primitive.name in _JIT:
-            if not (self._replace or (open and unplaced(eqn.params))):
-                return False
-        elif eqn.primitive.name not in INLINE:
+        if eqn.primitive.name not in (*_JIT, *INLINE):
+            return False
+        open = self._functions is not None and where.at(eqn).open
+        if eqn.primitive.name in _JIT and not (self._replace or (open and unplaced(eqn.params))):
             return False
         return open or self._has_sites(eqn, open)
 

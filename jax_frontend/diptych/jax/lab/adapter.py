@@ -76,8 +76,12 @@ class JaxTrainer:
 
     def _update(self, params: gpt.Params, opt_state: Any, kept: Any, batch: Array) -> Any:
         loss, grads, kept = self._gradients(params, kept, batch)
+        return *self._applied(grads, params, opt_state), kept, loss
+
+    def _applied(self, grads: gpt.Params, params: gpt.Params, opt_state: Any) -> tuple[Any, Any]:
+        """Returns parameters and optimizer's state after an update by these gradients."""
         updates, opt_state = self._optimizer.update(self._clipped(grads), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, kept, loss
+        return optax.apply_updates(params, updates), opt_state
 
     def _clipped(self, grads: gpt.Params) -> gpt.Params:
         """Returns gradients whose global norm is at most `OptimConfig.clip`, which see."""
@@ -108,8 +112,7 @@ class JaxTrainer:
 
             def step(batch: np.ndarray) -> float:
                 loss, grads, self._kept = run(self._params, self._kept, self._put(batch))
-                updates, self._opt_state = self._optimizer.update(self._clipped(grads), self._opt_state, self._params)
-                self._params = optax.apply_updates(self._params, updates)
+                self._params, self._opt_state = self._applied(grads, self._params, self._opt_state)
                 return float(loss)
 
             yield step

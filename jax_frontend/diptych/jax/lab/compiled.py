@@ -41,7 +41,10 @@ class _Variant:
 
 
 class _Observed(NamedTuple):
-    """What a call observed: one vector on the device, and kept values."""
+    """What a call of a program returns besides the function's results.
+
+    `packed`: statistics and hashes, one vector on the device. `values`: the arrays whose values are kept.
+    """
 
     variant: _Variant
     packed: jax.Array
