@@ -4,15 +4,17 @@
     python -m benchmarks.quality render [--check]
 
 Each finished run appends a line to FILE, by default benchmarks/results/MACHINE/quality.jsonl. A call trains what the
-file does not have yet, several processes at a time, and begins no step after S seconds, so that any number of calls
-complete the table; the exit status is 3 while runs are missing, and 1 if a process failed. A run that was stopped
-begins anew. Runs in high precision serve all recipes. `render` writes docs/quality.md from the files. Runs of different
-code are not compared: a file that has runs of the setting by other code is not continued, and not rendered.
+file does not have yet, several processes at a time on all GPUs, and begins no step after S seconds, so that any number
+of calls complete the table; the exit status is 3 while runs are missing, and 1 if a process failed. A run that was
+stopped begins anew. Runs in high precision serve all recipes; `--only none` trains nothing else. `render` writes
+docs/quality.md from the files. Runs of different code are not compared: a file that has runs of the setting by other
+code is not continued, and not rendered.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import fcntl
 import gc
@@ -180,23 +182,42 @@ def _trained(there: Any, setting: Setting, recipe: str, seed: int, data: ByteDat
     return {"final": run.final, "seconds": round(run.seconds, 1), "step_seconds": round(run.step_seconds, 5)}
 
 
+def visible_gpus() -> list[str]:
+    """Returns each GPU's value of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
+
+
+def _work_on(gpu: str | None, *arguments: Any) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # no framework has asked for GPUs in this process yet
+    work(*arguments)
+
+
 def measure(groups: list[Group], setting: Setting, path: Path, seconds: float, jobs: int, about: Line) -> int:
-    """Runs groups in processes, `jobs` at a time. **Returns** how many processes failed."""
+    """Runs groups in processes, `jobs` at a time, each on the GPU that has the fewest. **Returns** how many failed."""
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     deadline, waiting, failures = time.monotonic() + seconds, list(groups), 0
+    gpus = visible_gpus() if setting.device == "cuda" else [None]
+    busy: collections.Counter[str | None] = collections.Counter()
     running: dict[Any, Any] = {}
     while running or (waiting and time.monotonic() < deadline):
         while waiting and len(running) < jobs and time.monotonic() < deadline:
-            process = spawn.Process(target=work, args=(waiting.pop(0), setting, path, deadline, about))
+            gpu = min(gpus, key=busy.__getitem__)
+            process = spawn.Process(target=_work_on, args=(gpu, waiting.pop(0), setting, path, deadline, about))
             process.start()
-            running[process.sentinel] = process
+            busy[gpu] += 1
+            running[process.sentinel] = process, gpu
         left = deadline + GRACE - time.monotonic()
         for sentinel in multiprocessing.connection.wait(list(running), max(0.0, left)):
-            process = running.pop(sentinel)
+            process, gpu = running.pop(sentinel)
             process.join()
+            busy[gpu] -= 1
             failures += process.exitcode != 0
         if left <= 0:
-            for process in running.values():  # still compiling: there is nothing to keep
+            for process, _ in running.values():  # still compiling: there is nothing to keep
                 process.kill()
                 process.join()
             running = {}
@@ -318,7 +339,9 @@ def arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     parser.add_argument("command", nargs="?", choices=("run", "render"), default="run")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no step later than this; default 540")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time; default 8")
-    parser.add_argument("--only", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help=", ".join(RECIPES))
+    parser.add_argument(
+        "--only", nargs="+", choices=(HIGH, *RECIPES), metavar="RECIPE", help=", ".join((HIGH, *RECIPES))
+    )
     parser.add_argument("--file", type=Path, help="where lines are kept")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-compile", action="store_true", help="torch runs eagerly")
@@ -362,7 +385,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     env = results.environment(args.device)
     path = args.file or results.FOLDER / results.machine(env) / FILE
     data = load()
-    recipes = args.only or tuple(RECIPES)
+    recipes = [name for name in args.only or RECIPES if name != HIGH]
     about = {
         "machine": env.get("gpu", env["machine"]),
         "versions": ", ".join(f"{k} {v}" for k, v in env["versions"].items() if k in ("torch", "jax", "jaxlib")),

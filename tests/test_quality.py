@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,3 +216,43 @@ def test_pieces_of_time_make_the_table(tmp_path):
         (f, r) for f in ("jax", "torch") for r in ("fp8-current", "none")
     ]
     assert all(1 < x["final"] < 10 for x in lines)
+
+
+class Process:
+    """Stands for a process that ends when it is joined."""
+
+    def __init__(self, target, args, started: list[str]) -> None:
+        self.gpu, self.started, self.exitcode = args[0], started, 0
+        self.sentinel = object()
+
+    def start(self) -> None:
+        self.started.append(self.gpu)
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("visible", "jobs", "gpus"), [("4,7", 3, "4 7 4 7 4"), ("4,7", 1, "4 4 4 4 4"), ("", 4, "0 1 2 0 1")]
+)
+def test_processes_are_shared_out_among_gpus(tmp_path, monkeypatch, visible, jobs, gpus):
+    """The one that began second ends first."""
+    started: list[str] = []
+    context = SimpleNamespace(Process=lambda target, args: Process(target, args, started))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr(quality.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(quality.multiprocessing.connection, "wait", lambda running, _: running[:2][-1:])
+    groups = [quality.Group("torch", name, (0,)) for name in list(RECIPES)[:5]]
+    setting = quality.dataclasses.replace(TINY, device="cuda")
+    assert quality.measure(groups, setting, tmp_path / quality.FILE, 600.0, jobs, ABOUT) == 0
+    assert started == gpus.split()
+
+
+def test_high_precision_alone(bytes_, tmp_path, monkeypatch):
+    begun: list[quality.Group] = []
+    monkeypatch.setattr(quality, "measure", lambda groups, *_: begun.extend(groups) or 0)
+    argv = arguments(tmp_path / quality.FILE)
+    argv[argv.index("nvfp4")] = "none"
+    assert quality.main(argv) == quality.INCOMPLETE
+    assert [(g.framework, g.recipe) for g in begun] == [("torch", "none"), ("jax", "none")]
