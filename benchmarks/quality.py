@@ -48,6 +48,7 @@ FRAMEWORKS = ("torch", "jax")
 HIGH = "none"
 BY_SIZE = {1: 0.005, 2: 0.015}  # goals for the mean difference from high precision, by payload elements per byte
 GOALS = {name: BY_SIZE[elements_per_byte(recipe)] for name, recipe in RECIPES.items()}
+SEEDS = 4  # that one process trains
 GRACE = 20.0  # seconds that a process has after the deadline, in which it may be compiling
 INCOMPLETE = 3
 VERDICTS = {True: "within", False: "**outside**", None: "undecided: needs more seeds"}
@@ -74,8 +75,8 @@ class Setting:
     seq: int = 256
     batch: int = 32
     lr: float = 1e-3
-    steps: int = 500
-    warmup: int = 200
+    steps: int = 1500
+    warmup: int = 500
     clip: float = 1.0
     device: str = "cuda"
     compile: bool = True
@@ -140,8 +141,12 @@ def groups_left(setting: Setting, recipes: Iterable[str], data: ByteData, path: 
     for recipe in (HIGH, *recipes):
         for framework in FRAMEWORKS:
             seeds = [s for s in range(setting.seeds) if (framework, _identity(setting, recipe, s, data)) not in done]
-            groups.append(Group(framework, recipe, tuple(seeds)))
-    return [g for g in groups if g.seeds]
+            groups += [Group(framework, recipe, some) for some in _parts(seeds)]
+    return groups
+
+
+def _parts(seeds: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(seeds[at : at + SEEDS]) for at in range(0, len(seeds), SEEDS)]
 
 
 def _identity(setting: Setting, recipe: str, seed: int, data: ByteData) -> dict[str, Any]:
