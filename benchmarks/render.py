@@ -19,7 +19,7 @@ from benchmarks.sources import ROOT, digest
 
 DOCS = ROOT / "docs"
 PAGE, TEXT = DOCS / "performance.md", Path(__file__).parent / "page.md"
-FOLDERS = {"cuda": "h200", "gpus": "h100-x2", "cpu": "cpu"}  # of results
+FOLDERS = {"cuda": "h200", "gpus": "h200-x2", "cpu": "cpu"}  # of results
 
 
 class Shown:

@@ -28,12 +28,12 @@ def _version(package: str) -> str | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Returns the commit (of the checkout, or DIPTYCH_COMMIT without git), versions and machine of this run."""
+    """Returns the commit (DIPTYCH_COMMIT if it is set, else that of the checkout), versions and machine of this run."""
     from diptych import core
 
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FOLDER.parent)
     found: dict[str, Any] = {
-        "commit": git.stdout.strip() or os.environ.get("DIPTYCH_COMMIT", "unknown"),
+        "commit": os.environ.get("DIPTYCH_COMMIT") or git.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "machine": f"{os.cpu_count()} {platform.machine()} cores",
         "versions": {p: v for p in PACKAGES if (v := _version(p))},
