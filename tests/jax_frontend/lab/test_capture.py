@@ -295,3 +295,12 @@ def test_float64(tmp_path):
         got = recorded(tmp_path, jax.jit(jax.grad(lambda x: (x @ x.T).sum())), (np.asarray(X, np.float64),))
         assert got.steps[0]["parameter:0"].site.dtype == "float64"
         close(got.value("parameter:0"), X)
+
+
+def test_the_device_is_the_one_that_ran(tmp_path, monkeypatch):
+    """Not the default device, on which arguments need not be."""
+    monkeypatch.setattr("diptych.jax.lab.capture._device", lambda: "cuda")
+    with lab.capture(jnp.sin, out=tmp_path / "t") as run:
+        assert Trace.open(tmp_path / "t").meta.device == "cuda"
+        run(jax.device_put(jnp.ones(4), jax.devices("cpu")[0]))
+    assert Trace.open(tmp_path / "t").meta.device == "cpu"

@@ -113,11 +113,13 @@ def test_a_site_is_written_once_and_may_change(tmp_path):
     assert [Trace.open(path).ranks[0].step(s)[0].site.shape for s in range(4)] == [(3,), (3,), (4,), (3,)]
 
 
-def test_plain_bits_are_noted_later(tmp_path):
+def test_what_becomes_known_is_noted_later(tmp_path):
     with Writer(tmp_path / "t", meta()) as writer:
         assert Trace.open(tmp_path / "t").meta.plain_bits is None
-        writer.set_plain_bits(True)
+        writer.note(plain_bits=True)
         assert Trace.open(tmp_path / "t").meta == meta(plain_bits=True)
+        writer.note(device="cuda", recipe="MXFP8BlockScaling()")
+        assert Trace.open(tmp_path / "t").meta == meta(plain_bits=True, device="cuda", recipe="MXFP8BlockScaling()")
 
 
 def test_steps_may_be_left_out_and_not_repeated(tmp_path):

@@ -336,3 +336,40 @@ def test_inductor_leaves_plain_code_as_it_was(tmp_path):
     have = [run_step(model, x, FP8), *[p.grad for p in model.parameters()]]
     assert all(map(torch.equal, want, have))
     assert after > before and counters["stats"]["unique_graphs"] == after
+
+
+@pytest.mark.parametrize("how", [lambda model: model, whole], ids=["eager", "compiled"])
+def test_captures_at_once_record_what_each_records_alone(tmp_path, how):
+    """As of a teacher and a student, whose steps alternate and whose captures end in either order."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model, x = stacked(), torch.randn(16, 32)
+        run_step(model, x, FP8)
+        return model, how(model), x
+
+    def stepped(run, x, capture):
+        capture._model.zero_grad()
+        run_step(run, x, FP8)
+        capture.step()
+
+    for seed in (0, 1):
+        model, run, x = made(seed)
+        with lab.capture(model, out=tmp_path / f"alone{seed}") as t:
+            for _ in range(2):
+                stepped(run, x, t)
+    models, runs, xs = zip(*[made(seed) for seed in (0, 1)], strict=True)
+    captures = [lab.capture(model, out=tmp_path / f"both{i}") for i, model in enumerate(models)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        for capture in captures:
+            capture.__enter__()
+        for _ in range(2):
+            for i in (0, 1):
+                stepped(runs[i], xs[i], captures[i])
+        for capture in captures:
+            capture.__exit__(None, None, None)
+    for seed in (0, 1):
+        for step in (0, 1):
+            alone, both = (observed(tmp_path / f"{name}{seed}", step) for name in ("alone", "both"))
+            assert_the_same(both, alone, ordered=how is not whole)

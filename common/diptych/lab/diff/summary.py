@@ -6,9 +6,10 @@ import collections
 import heapq
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from diptych.lab.diff.differ import FORWARD, shown
+from diptych.lab.diff.names import few
 from diptych.lab.diff.result import Cell, Result, Row, Verdict
 
 _WIDTH = 80
@@ -90,11 +91,11 @@ def _left(result: Result) -> Iterator[str]:
         yield ""
     for side, keys in unmatched.items():
         if keys:
-            yield _cut(f"Only in {side}: {len(keys)} sites: {_few(keys)}")
+            yield _cut(f"Only in {side}: {len(keys)} sites: {few(keys, _KEYS)}")
     if result.ambiguous:
         yield f"Ambiguous, which --map can settle: {len(result.ambiguous)}"
         for each in result.ambiguous[:_KEYS]:
-            yield _cut(f"  {_few(each.a, 2)} with {_few(each.b, 2)}")
+            yield _cut(f"  {few(each.a, 2)} with {few(each.b, 2)}")
     for note in result.notes[:_NOTES]:
         yield from textwrap.wrap(f"Note: {note}", _WIDTH, subsequent_indent="  ", max_lines=2)
     if len(result.notes) > _NOTES:
@@ -114,11 +115,6 @@ def number(x: float) -> str:
     if isinstance(x, int) and x < 10**6:
         return str(x)
     return "inf" if math.isinf(x) else f"{x:.2g}"
-
-
-def _few(keys: Iterable[str], count: int = _KEYS) -> str:
-    keys = list(keys)
-    return ", ".join(keys[:count]) + (", ..." if len(keys) > count else "")
 
 
 def _cut(line: str, width: int = _WIDTH) -> str:

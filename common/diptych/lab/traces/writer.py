@@ -11,7 +11,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,15 +102,11 @@ class Writer:
         self._budget.take([e.site for e in entries], plans)
         self._sites, self._last = sites, step
 
-    def set_plain_bits(self, plain_bits: bool | None) -> None:
-        """Notes in meta.json whether recorded steps had the bits of steps without taps. Rank 0's note counts."""
-        self.meta = dataclasses.replace(self.meta, plain_bits=plain_bits)
-        self._replace_meta(dump(self.meta))
-
-    def set_recipe(self, recipe: str) -> None:
-        """Notes the run's recipe in meta.json. Rank 0's note counts."""
-        self.meta = dataclasses.replace(self.meta, recipe=recipe)
-        self._replace_meta(dump(self.meta))
+    def note(self, **known: Any) -> None:
+        """Replaces fields of meta.json that become known during the run, such as `recipe`. Rank 0's note counts."""
+        if any(getattr(self.meta, name) != value for name, value in known.items()):
+            self.meta = dataclasses.replace(self.meta, **known)
+            self._replace_meta(dump(self.meta))
 
     @property
     def closed(self) -> bool:

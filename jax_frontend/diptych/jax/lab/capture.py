@@ -87,10 +87,11 @@ class Capture:
             program = self._program(call)
             result, observed = program(call.arrays, self._writer)
             returned = call.returned(result)
+        self._writer.note(device=_name(next(iter(observed.packed.devices()))))
         self._writer.step(step, program.entries(observed, self._writer))
         if plain is not None:
             self._check = False
-            self._writer.set_plain_bits(plain == _bits((returned, nodes_state((args, kwargs)))))
+            self._writer.note(plain_bits=plain == _bits((returned, nodes_state((args, kwargs)))))
         return returned
 
     def close(self) -> None:
@@ -146,6 +147,10 @@ def _bits_of(x: Any) -> Any:
 
 
 def _device() -> str:
-    device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    """Returns the default device's name in traces; the first step says where the function really runs."""
+    return _name(jax.config.jax_default_device or jax.devices()[0])  # type: ignore[attr-defined]
+
+
+def _name(device: Any) -> str:
     platform = device if isinstance(device, str) else device.platform
     return {"gpu": "cuda"}.get(platform, platform)

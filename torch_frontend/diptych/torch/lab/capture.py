@@ -174,7 +174,7 @@ class Capture:
             found: list[Any] = [None] * ranks
             torch.distributed.all_gather_object(found, same)
             same = all(found)
-        self._writer.set_plain_bits(same)
+        self._writer.note(plain_bits=same)
         return same
 
     def _bits(self, run: Callable[[], Any]) -> list[Any]:
@@ -386,7 +386,7 @@ class Capture:
         assert self._writer is not None
         self._budget = self._writer.budget()
         if (recipe := get_autocast_recipe()) is not None and self._writer.meta.recipe is None:
-            self._writer.set_recipe(repr(recipe))
+            self._writer.note(recipe=repr(recipe))
         seen = [self._see("parameter", name, 0, p) for name, p in self._parameters.items()]
         self._first = [s for s in seen if s is not None]
 
@@ -449,7 +449,9 @@ class Capture:
         self._warn_of_unused()
         statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
         taps.match_recomputed(self._again, self._seen)
-        self._seen = {k: s for k, s in self._seen.items() if s.happens is None or bool(s.happens)}
+        flags = list({id(s.happens): s.happens for s in self._seen.values() if s.happens is not None}.values())
+        happens = dict(zip(map(id, flags), statistics.moved(flags), strict=True))
+        self._seen = {k: s for k, s in self._seen.items() if s.happens is None or happens[id(s.happens)]}
         taps.number_calls(self._seen.values())
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:

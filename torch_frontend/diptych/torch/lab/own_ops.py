@@ -72,6 +72,7 @@ class Observer:
         self._where, self._see, self._warn, self._measure = where, see, warn, measure
 
     def __call__(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        real = self._observed_too(name, arguments, real)
         place = None if name in UNRECORDED else self._where()
         if place is None:
             return real(*args, **kwargs)
@@ -83,6 +84,13 @@ class Observer:
         out = real(*args, **kwargs)
         self._results(place, call, operands, results(name, given, out))
         return out
+
+    def _observed_too(self, name: str, arguments: list[str], real: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what runs an op for the observer before this one, of another capture, or the op if there is none."""
+        at = register.OBSERVERS.index(self)
+        if not at:
+            return real
+        return lambda *args, **kwargs: register.OBSERVERS[at - 1](name, arguments, real, args, kwargs)
 
     def _operands(self, place: tuple[str, int], call: Call) -> list[Any]:
         return self._see("operand", place[0], call.row, call.operands, place[1])
