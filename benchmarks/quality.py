@@ -29,13 +29,13 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import results
 from benchmarks.cases import JAX, TORCH, Section
 from benchmarks.render import DOCS, grid
 from benchmarks.sources import digest
-from diptych.common import RECIPES
+from diptych.common import RECIPES, NVFP4BlockScaling, Recipe
 from diptych.lab import checkpoint
 from diptych.lab.data import ByteData, load
 from diptych.lab.job import Job, ModelConfig, OptimConfig, elements_per_byte
@@ -46,8 +46,6 @@ PAGE, TEXT = DOCS / "quality.md", Path(__file__).parent / "quality.md"
 FILE = "quality.jsonl"
 FRAMEWORKS = ("torch", "jax")
 HIGH = "none"
-BY_SIZE = {1: 0.005, 2: 0.015}  # goals for the mean difference from high precision, by payload elements per byte
-GOALS = {name: BY_SIZE[elements_per_byte(recipe)] for name, recipe in RECIPES.items()}
 SEEDS = 4  # that one process trains
 GRACE = 20.0  # seconds that a process has after the deadline, in which it may be compiling
 INCOMPLETE = 3
@@ -58,6 +56,22 @@ MODELS = tuple(f"{f}_frontend/diptych/{f}/lab/{name}.py" for f in FRAMEWORKS for
 CODE = Section("quality", "", ("core_cuda/**/*", *TORCH, *JAX, *LAB, *MODELS))  # decides what is computed
 
 Line = dict[str, Any]
+
+
+class Way(NamedTuple):
+    """How a model is trained. `high_blocks`: see `ModelConfig`."""
+
+    recipe: Recipe
+    high_blocks: int = 0
+
+
+WAYS = {name: Way(recipe) for name, recipe in RECIPES.items()} | {
+    "nvfp4-high-1": Way(RECIPES["nvfp4"], 1),
+    "nvfp4-high-2": Way(RECIPES["nvfp4"], 2),
+    "nvfp4-nearest": Way(NVFP4BlockScaling(disable_stochastic_rounding=True)),
+}
+BY_SIZE = {1: 0.005, 2: 0.015}  # goals for the mean difference from high precision, by payload elements per byte
+GOALS = {name: BY_SIZE[elements_per_byte(way.recipe)] for name, way in WAYS.items()}
 
 
 class MixedCodeError(ValueError):
@@ -81,11 +95,12 @@ class Setting:
     device: str = "cuda"
     compile: bool = True
 
-    def job(self, recipe: str, seed: int) -> Job:
+    def job(self, way: str, seed: int) -> Job:
+        recipe, high_blocks = WAYS.get(way, (None, 0))
         return Job(
-            model=ModelConfig(self.width, self.layers, self.heads, self.seq),
+            model=ModelConfig(self.width, self.layers, self.heads, self.seq, high_blocks=high_blocks),
             optim=OptimConfig(lr=self.lr, steps=self.steps, warmup=self.warmup, clip=self.clip),
-            recipe=RECIPES.get(recipe),
+            recipe=recipe,
             device=self.device,
             compile=self.compile,
             threads=1,
@@ -243,7 +258,8 @@ def tables(lines: list[Line]) -> list[tuple[Line, list[Line]]]:
 
 def shared_of(identity: Line) -> Line:
     """Returns what is equal in the runs of a table."""
-    return {k: identity[k] for k in ("model", "optimizer", "batch", "data")}
+    model = {k: v for k, v in identity["model"].items() if k != "high_blocks"}
+    return {"model": model, **{k: identity[k] for k in ("optimizer", "batch", "data")}}
 
 
 def finals(lines: list[Line], framework: str, recipe: str) -> dict[int, float | None]:
@@ -344,9 +360,7 @@ def arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     parser.add_argument("command", nargs="?", choices=("run", "render"), default="run")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no step later than this; default 540")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time; default 8")
-    parser.add_argument(
-        "--only", nargs="+", choices=(HIGH, *RECIPES), metavar="RECIPE", help=", ".join((HIGH, *RECIPES))
-    )
+    parser.add_argument("--only", nargs="+", choices=(HIGH, *WAYS), metavar="RECIPE", help=", ".join((HIGH, *WAYS)))
     parser.add_argument("--file", type=Path, help="where lines are kept")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-compile", action="store_true", help="torch runs eagerly")
@@ -383,14 +397,15 @@ def _render(check: bool) -> int:
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Setting) if hasattr(args, f.name)}
     setting = dataclasses.replace(Setting(**given), compile=not args.no_compile)
+    recipes = [name for name in args.only or WAYS if name != HIGH]
     try:
-        setting.job(HIGH, 0)
+        for name in (HIGH, *recipes):
+            setting.job(name, 0)
     except ValueError as error:
         parser.error(str(error))
     env = results.environment(args.device)
     path = args.file or results.FOLDER / results.machine(env) / FILE
     data = load()
-    recipes = [name for name in args.only or RECIPES if name != HIGH]
     about = {
         "machine": env.get("gpu", env["machine"]),
         "versions": ", ".join(f"{k} {v}" for k, v in env["versions"].items() if k in ("torch", "jax", "jaxlib")),

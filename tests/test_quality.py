@@ -28,7 +28,8 @@ class Fake:
         self.broken, self.pause, self.steps = broken, pause, 0
 
     def trainer(self, job, weights):
-        name = next((n for n, r in RECIPES.items() if r == job.recipe), "none")
+        way = (job.recipe, job.model.high_blocks)
+        name = next((n for n, w in quality.WAYS.items() if w == way), "none")
         loss = float("nan") if name in self.broken else 2 + 0.1 * job.seed + 0.02 * (name != "none")
         return Trainer(self, loss)
 
@@ -179,7 +180,8 @@ def test_one_code_continues_its_file(bytes_, tmp_path, monkeypatch, capsys):
 def test_without_a_result_the_page_says_so(tmp_path):
     page = quality.rendered(tmp_path)
     assert "There is no result on an H200 yet" in page and "No machine has any" in page
-    assert {**dict.fromkeys(RECIPES, 0.005), "nvfp4": 0.015} == quality.GOALS
+    fp4 = dict.fromkeys(("nvfp4", "nvfp4-high-1", "nvfp4-high-2", "nvfp4-nearest"), 0.015)
+    assert dict.fromkeys(RECIPES, 0.005) | fp4 == quality.GOALS
 
 
 def test_the_page_is_what_render_writes():
@@ -193,6 +195,7 @@ def test_the_page_is_what_render_writes():
         (["--jobs", "0"], "must be positive"),
         (["--clip", "0"], "clip must be positive"),
         (["--width", "30"], "not a multiple of heads"),
+        (["--layers", "2"], "high_blocks must be less than layers, 2, got 2"),
     ],
 )
 def test_wrong_arguments(argv, said, capsys):
@@ -256,3 +259,13 @@ def test_high_precision_alone(bytes_, tmp_path, monkeypatch):
     argv[argv.index("nvfp4")] = "none"
     assert quality.main(argv) == quality.INCOMPLETE
     assert [(g.framework, g.recipe) for g in begun] == [("torch", "none"), ("jax", "none")]
+
+
+def test_blocks_in_high_precision_are_another_row_of_the_same_table(bytes_):
+    setting = quality.dataclasses.replace(TINY, layers=3)
+    jobs = [setting.job(name, 0) for name in ("none", "nvfp4", "nvfp4-high-1", "nvfp4-nearest")]
+    assert [job.model.high_blocks for job in jobs] == [0, 0, 1, 0]
+    assert [len(job.model.linears) for job in jobs] == [12, 12, 8, 12]
+    identities = [quality._identity(setting, name, 0, bytes_) for name in quality.WAYS]
+    assert len({json.dumps(identity["recipe"]) for identity in identities}) == len(RECIPES) + 1
+    assert len({json.dumps(quality.shared_of(identity)) for identity in identities}) == 1

@@ -1,5 +1,7 @@
 """The tiny job that the lab's tests train, and the equality of recorded bits."""
 
+import dataclasses
+
 import numpy as np
 
 from diptych.common import RECIPES
@@ -9,10 +11,10 @@ from diptych.lab.replay.op import Bits
 TINY = ModelConfig(width=32, layers=2, heads=2, seq=16)
 
 
-def job(recipe: str = "mxfp8", steps: int = 6, **more) -> Job:
+def job(recipe: str = "mxfp8", steps: int = 6, high_blocks: int = 0, **more) -> Job:
     """The job. It uses one thread, since each of xdist's workers has one core."""
-    optim = OptimConfig(steps=steps, warmup=2)
-    return Job(model=TINY, optim=optim, recipe=RECIPES.get(recipe), compile=False, threads=1, **more)
+    model, optim = dataclasses.replace(TINY, high_blocks=high_blocks), OptimConfig(steps=steps, warmup=2)
+    return Job(model=model, optim=optim, recipe=RECIPES.get(recipe), compile=False, threads=1, **more)
 
 
 def same_bits(a: Bits, b: Bits) -> bool:

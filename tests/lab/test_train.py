@@ -36,20 +36,22 @@ def test_resume_gives_the_losses_of_the_uninterrupted_run(frontend_, small, tmp_
 
 
 @pytest.mark.parametrize(
-    "recipe", ["fp8-delayed", *[pytest.param(r, marks=pytest.mark.slow) for r in ("mxfp8", "nvfp4")]]
+    ("recipe", "high_blocks"),
+    [("fp8-delayed", 1), *[pytest.param(r, n, marks=pytest.mark.slow) for r, n in (("mxfp8", 0), ("nvfp4", 1))]],
 )
-def test_a_checkpoint_crosses_frameworks(small, tmp_path, recipe):
+def test_a_checkpoint_crosses_frameworks(small, tmp_path, recipe, high_blocks):
     """Written by one, read by the other and written again: the same bits, scales and random states included."""
-    path = tmp_path / "c.npz"
+    path, same = tmp_path / "c.npz", job(recipe, high_blocks=high_blocks)
     for one, other in (("torch", "jax"), ("jax", "torch")):
-        run(require(one, "cpu"), job(recipe), small, checkpoint=path, stop_after=2)
+        run(require(one, "cpu"), same, small, checkpoint=path, stop_after=2)
         stored = checkpoint.load(path).state
-        assert len(stored.quantizing) == len(TINY.linears) * (9 * (recipe == "fp8-delayed") + (recipe == "nvfp4"))
-        trainer = require(other, "cpu").trainer(job(recipe), stored.weights)
+        quantized = len(TINY.linears) // (1 + high_blocks)
+        assert len(stored.quantizing) == quantized * (9 * (recipe == "fp8-delayed") + (recipe == "nvfp4"))
+        trainer = require(other, "cpu").trainer(same, stored.weights)
         trainer.restore(stored)
         same_state(trainer.state(), stored)
-        there = run(require(other, "cpu"), job(recipe), small, resume=path)
-        straight = run(require(other, "cpu"), job(recipe), small)
+        there = run(require(other, "cpu"), same, small, resume=path)
+        straight = run(require(other, "cpu"), same, small)
         assert there.final == pytest.approx(straight.final, rel=0.01)
 
 
@@ -170,12 +172,13 @@ def test_a_failed_write_keeps_the_old_checkpoint(saved, monkeypatch):
     assert saved.read_bytes() == before
 
 
-def test_both_frameworks_start_alike_and_count_their_kernels(small):
+@pytest.mark.parametrize("high_blocks", [0, 1])
+def test_both_frameworks_start_alike_and_count_their_kernels(small, high_blocks):
     for recipe in ("fp8-block", "fp8-delayed"):
         both = [require(name, "cpu") for name in ("torch", "jax")]
-        results = [run(frontend, job(recipe), small) for frontend in both]
+        results = [run(frontend, job(recipe, high_blocks=high_blocks), small) for frontend in both]
         assert results[0].losses == pytest.approx(results[1].losses, rel=1e-3)
-        linears, steps, evaluated = len(TINY.linears), 6, 4
+        linears, steps, evaluated = len(TINY.linears) // (1 + high_blocks), 6, 4
         for frontend, r in zip(both, results, strict=True):
             assert r.evaluations_run == evaluated
             assert r.calls["gemm"] == r.calls["cpu.gemm"] == linears * (3 * steps + evaluated)

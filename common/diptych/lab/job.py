@@ -16,30 +16,37 @@ from diptych.common.value import field_names
 
 Weights = dict[str, np.ndarray]
 LINEARS = ("qkv", "proj", "up", "down")
-"""The linear layers of a block in forward order, all quantized. Embedding and head stay in high precision."""
+"""The linear layers of a block in forward order. Embedding and head stay in high precision."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Value):
-    """A byte-level GPT: pre-norm blocks of causal attention and a GELU MLP, learned positions, untied head."""
+    """A byte-level GPT: pre-norm blocks of causal attention and a GELU MLP, learned positions, untied head.
+
+    `high_blocks`: how many of the last blocks a recipe leaves in high precision.
+    """
 
     width: int = 128
     layers: int = 5
     heads: int = 4
     seq: int = 128
     vocab: int = 256
+    high_blocks: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"model: {field.name} must be at least 1, got {getattr(self, field.name)}")
+            least = 0 if field.name == "high_blocks" else 1
+            if getattr(self, field.name) < least:
+                raise ValueError(f"model: {field.name} must be at least {least}, got {getattr(self, field.name)}")
+        if self.high_blocks >= self.layers:
+            raise ValueError(f"model: high_blocks must be less than layers, {self.layers}, got {self.high_blocks}")
         if self.width % self.heads:
             raise ValueError(f"model: width {self.width} is not a multiple of heads {self.heads}")
 
     @property
     def linears(self) -> list[str]:
         """Names of the quantized linears in forward order."""
-        return [f"blocks.{i}.{name}" for i in range(self.layers) for name in LINEARS]
+        return [f"blocks.{i}.{name}" for i in range(self.layers - self.high_blocks) for name in LINEARS]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every parameter, in forward order. Linear weights are [out, in]."""

@@ -36,7 +36,7 @@ class TorchTrainer:
         m, o = job.model, job.optim
         self._job, self._device = job, torch.device(job.device)
         self._model = gpt.GPT(
-            width=m.width, layers=m.layers, heads=m.heads, seq=m.seq, vocab=m.vocab,
+            width=m.width, layers=m.layers, heads=m.heads, seq=m.seq, vocab=m.vocab, high_blocks=m.high_blocks,
             linear_dtype=getattr(torch, job.linear_dtype),
         )  # fmt: skip
         self._linears: dict[str, Any] = {name: self._model.get_submodule(name) for name in m.linears}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.torch.modules.linear import Linear
+from diptych.torch.state.autocast import autocast
 
 
 class Projection(Linear):
@@ -54,7 +55,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits [B, T, vocab] of tokens [B, T]. The blocks' linears compute in `linear_dtype`, all else in float32."""
+    """Logits [B, T, vocab] of tokens [B, T]. The blocks' linears compute in `linear_dtype`, but for the last
+    `high_blocks` blocks, which are not quantized; all else computes in float32."""
 
     def __init__(
         self,
@@ -64,20 +66,26 @@ class GPT(nn.Module):
         heads: int,
         seq: int,
         vocab: int = 256,
+        high_blocks: int = 0,
         linear_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.position = nn.Embedding(seq, width)
         self.embedded = nn.Identity()
-        self.blocks = nn.ModuleList(Block(width, heads, linear_dtype) for _ in range(layers))
+        self.quantized = layers - high_blocks
+        dtypes = [linear_dtype] * self.quantized + [torch.float32] * high_blocks
+        self.blocks = nn.ModuleList(Block(width, heads, dtype) for dtype in dtypes)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedded(self.embed(tokens) + self.position.weight[: tokens.shape[-1]])
-        for block in self.blocks:
+        for block in self.blocks[: self.quantized]:
             x = block(x)
+        with autocast(enabled=False):
+            for block in self.blocks[self.quantized :]:
+                x = block(x)
         return self.head(self.norm(x))
 
 
