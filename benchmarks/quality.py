@@ -35,7 +35,7 @@ from benchmarks import results
 from benchmarks.cases import JAX, TORCH, Section
 from benchmarks.render import DOCS, grid
 from benchmarks.sources import digest
-from diptych.common import RECIPES, NVFP4BlockScaling, Recipe
+from diptych.common import RECIPES, Recipe
 from diptych.lab import checkpoint
 from diptych.lab.data import ByteData, load
 from diptych.lab.job import Job, ModelConfig, OptimConfig, elements_per_byte
@@ -65,11 +65,11 @@ class Way(NamedTuple):
     high_blocks: int = 0
 
 
-WAYS = {name: Way(recipe) for name, recipe in RECIPES.items()} | {
-    "nvfp4-high-1": Way(RECIPES["nvfp4"], 1),
-    "nvfp4-high-2": Way(RECIPES["nvfp4"], 2),
-    "nvfp4-nearest": Way(NVFP4BlockScaling(disable_stochastic_rounding=True)),
-}
+WAYS = {name: Way(recipe) for name, recipe in RECIPES.items()}
+for _name, _recipe in RECIPES.items():
+    if elements_per_byte(_recipe) == 2:
+        WAYS |= {f"{_name}-high-{n}": Way(_recipe, n) for n in (1, 2)}
+        WAYS[f"{_name}-nearest"] = Way(dataclasses.replace(_recipe, disable_stochastic_rounding=True))  # type: ignore[call-arg]
 BY_SIZE = {1: 0.005, 2: 0.015}  # goals for the mean difference from high precision, by payload elements per byte
 GOALS = {name: BY_SIZE[elements_per_byte(way.recipe)] for name, way in WAYS.items()}
 

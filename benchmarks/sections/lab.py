@@ -23,7 +23,8 @@ from benchmarks.results import Row
 
 THREADS = 2
 HASH = 5.0  # GB/s
-HASHES, AFTER = 1.15, 1.05  # times a step without a capture; after one it is the same but for noise
+BOUNDS = {"hashes alone, no operations": 1.15, "after a capture": 1.05}
+"""Times a step of a model that was never captured; after a capture it is the same but for noise."""
 DIFF_SECONDS, DIFF_GB = 10.0, 1.0
 ROUNDS, WARM = 21, 3
 CAPTURES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -32,7 +33,7 @@ CAPTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "with statistics": (4, {}),
 }
 """Kinds of captures: one step in so many of `ROUNDS` is timed, and the options. A trace's first steps, which list its
-sites, do not count."""
+sites, do not count. A step of the other model, before each, is what it is compared with."""
 TENSOR = 2**22  # elements of each tensor of a trace
 PARTS = (
     "ln_1",
@@ -85,30 +86,25 @@ def captured(case: Case) -> Iterator[Row]:
     weights = initial_weights(job.model, 0)
     never, often = (TorchTrainer(job, weights) for _ in range(2))
     tokens = np.random.default_rng(0).integers(0, 256, (batch, seq + 1), np.uint8)
-    times: dict[str, list[float]] = {}
 
-    def timed(name: str, trainer: TorchTrainer, capture: Any = None) -> None:
+    def timed(trainer: TorchTrainer, capture: Any = None) -> float:
         start = time.perf_counter()
         trainer.step(tokens)
         if capture is not None:
             capture.step()
-        times.setdefault(name, []).append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    def row(name: str, rounds: int, capture: Any = None) -> Row:
+        times = [(timed(never), timed(often, capture)) for _ in range(WARM + rounds)]
+        plain, taken = (statistics.median(some) for some in zip(*times[WARM:], strict=True))
+        bound = at_most(BOUNDS[name], taken / plain) if name in BOUNDS else {}
+        return {"name": name, "us": taken * 1e6, "plain us": plain * 1e6, "times": taken / plain, **bound}
 
     with tempfile.TemporaryDirectory() as folder:
         for name, (one_in, options) in CAPTURES.items():
             with lab.capture(often._model, out=f"{folder}/{name}", **options) as capture:
-                for _ in range(WARM + -(-ROUNDS // one_in)):
-                    timed("plain", never)
-                    timed(name, often, capture)
-        for _ in range(WARM + ROUNDS):
-            timed("plain", never)
-            timed("after a capture", often)
-    found = {name: statistics.median(some[WARM:]) for name, some in times.items()}
-    bounds = {"hashes alone, no operations": HASHES, "after a capture": AFTER}
-    for name, taken in found.items():
-        ratio = taken / found["plain"]
-        bound = at_most(bounds[name], ratio) if name in bounds else {}
-        yield {"name": name, "us": taken * 1e6, "times": ratio, **bound}
+                yield row(name, -(-ROUNDS // one_in), capture)
+    yield row("after a capture", ROUNDS)
 
 
 # --- diff ---
