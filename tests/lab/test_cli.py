@@ -52,6 +52,8 @@ def test_help(command, capsys):
         (["train", "--framework", "torch", "--width", "30"], "width 30 is not a multiple of heads 4"),
         (["train", "--framework", "torch", "--data", "/no/such/place"], "/no/such/place: no such file"),
         (["train", "--framework", "jax", "--resume", "/no/such/run"], "/no/such/run: no such checkpoint"),
+        (["train", "--framework", "torch", "--high-blocks", "5"], "high_blocks must be less than layers, 5, got 5"),
+        (["train", "--framework", "jax", "--recipe", "none", "--high-blocks", "1"], "--high-blocks: without a recipe"),
         (["compare", "--recipe", "none"], "none"),
         (["compare", "--data", "/no/such/place"], "/no/such/place: no such file"),
         (["compare", "--corrupt-scale", "numpy"], "numpy"),

@@ -140,6 +140,8 @@ def _writing(folder: pathlib.Path, *names: str) -> Iterator[None]:
 
 
 def _train(args: argparse.Namespace, _: list[str]) -> int:
+    if args.recipe == "none" and args.high_blocks:
+        raise InputError("--high-blocks: without a recipe all blocks are in high precision")
     model, optim, settings, data = _configs(args)
     from diptych.lab import checkpoint
 

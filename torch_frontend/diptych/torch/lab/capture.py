@@ -218,7 +218,7 @@ class Capture:
     @contextlib.contextmanager
     def _attached(self) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(taps.effective(self._compiled))
+            stack.enter_context(compiled.effective(self._compiled))
             ops = self.options.ops != "none"
             stack.callback(taps.attach(self._modules, self, ops))
             for name, p in self._parameters.items():

@@ -28,6 +28,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.overrides import TorchFunctionMode
 
+from diptych.common.errors import UnsupportedError
 from diptych.torch.graph.program import Programs
 from diptych.torch.lab.own_ops import UNRECORDED
 from diptych.torch.primitives import constants
@@ -279,26 +280,82 @@ def forget() -> None:
                 torch.overrides._push_mode(mode)
 
 
-# --- programs --------------------------------------------------------------------------------------------------------
+# --- while steps are recorded ----------------------------------------------------------------------------------------
 
 
-_run_program, _observers = Programs.run, 0
+def shared(make: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[], Any]:
+    """Returns a context that is entered with the first of its users and left with the last one: captures at once begin
+    and end their steps in any order."""
+    users, left = 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def used() -> Iterator[None]:
+        nonlocal users
+        if not users:
+            left.enter_context(make())
+        users += 1
+        try:
+            yield
+        finally:
+            users -= 1
+            if not users:
+                left.close()
+
+    return used
+
+
+@contextlib.contextmanager
+def effective(compiled: bool) -> Iterator[None]:
+    """Makes calls of compiled code run code that is compiled with the modules' present hooks.
+
+    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for. Where they
+    are, the state stays, since it would have an effect.
+
+    **Raises** NotImplementedError where deterministic algorithms are asked for and code with taps is `compiled`.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        if compiled:
+            raise UnsupportedError(
+                "capture: steps of compiled models cannot be recorded under torch.use_deterministic_algorithms(True); "
+                "switch it off, or capture the eager model"
+            )
+        yield
+        return
+    with _guarded():
+        yield
+
+
+@shared
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    _warn_only(not warns)
+    try:
+        # Code of a module without taps that is compiled meanwhile must not run for one with taps.
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            yield
+    finally:
+        _warn_only(warns)
+
+
+def _warn_only(warns: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
+
+_run_program = Programs.run
 
 
 def _run_ops(self: Programs, key: Any, held: Any, inputs: Any, alone: Any, call: Any, *args: Any) -> Any:
     return call(*args), None
 
 
+@shared
 @contextlib.contextmanager
 def without_programs() -> Iterator[None]:
     """Makes nodes run their ops one by one, where observers see them: a program that earlier steps recorded would run
     in their place."""
-    global _observers
-    _observers += 1
     Programs.run = _run_ops  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _observers -= 1
-        if not _observers:
-            Programs.run = _run_program  # type: ignore[method-assign]
+        Programs.run = _run_program  # type: ignore[method-assign]

@@ -7,20 +7,19 @@ alias. Invariants:
 - A module holds its keys, tensors, as attributes.
 - `lab_forward` returns a ticket, which names the call; `lab_backward` gets the ticket of the call that its gradient
   belongs to.
-- Guards of compiled code do not see hooks. `effective` therefore changes a global state that they do see and that has
-  no effect of its own, so that code with taps and code without are compiled apart, and both are kept.
+- Guards of compiled code do not see hooks. `compiled.effective` therefore changes a global state that they do see and
+  that has no effect of its own, so that code with taps and code without are compiled apart, and both are kept.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import copy
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -352,37 +351,6 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Call
         detach()
         raise
     return detach
-
-
-@contextlib.contextmanager
-def effective(compiled: bool) -> Iterator[None]:
-    """Makes calls of compiled code run code that is compiled with the modules' present hooks.
-
-    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for. Where they
-    are, the state stays, since it would have an effect.
-
-    **Raises** NotImplementedError where deterministic algorithms are asked for and code with taps is `compiled`.
-    """
-    if torch.are_deterministic_algorithms_enabled():
-        if compiled:
-            raise UnsupportedError(
-                "capture: steps of compiled models cannot be recorded under torch.use_deterministic_algorithms(True); "
-                "switch it off, or capture the eager model"
-            )
-        yield
-        return
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    _warn_only(not warns)
-    try:
-        # Code of a module without taps that is compiled meanwhile must not run for one with taps.
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-            yield
-    finally:
-        _warn_only(warns)
-
-
-def _warn_only(warns: bool) -> None:
-    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
 
 
 # --- the tensors of a step, and from which others each of them is computed ---
