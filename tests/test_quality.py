@@ -239,7 +239,7 @@ class Process:
     ("visible", "jobs", "gpus"), [("4,7", 3, "4 7 4 7 4"), ("4,7", 1, "4 4 4 4 4"), ("", 4, "0 1 2 0 1")]
 )
 def test_processes_are_shared_out_among_gpus(tmp_path, monkeypatch, visible, jobs, gpus):
-    """The one that began second ends first."""
+    """Each process runs on the GPU that has the fewest. Of those that run, the one that began second ends first."""
     started: list[str] = []
     context = SimpleNamespace(Process=lambda target, args: Process(target, args, started))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import pathlib
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from diptych.common import RECIPES
 from diptych.lab.data import DEFAULT_CAP
@@ -74,10 +74,10 @@ def parser() -> argparse.ArgumentParser:
         "named); the comparison must then fail",
     )
 
-    diff = commands.add_parser(
+    diff = _described(
+        commands,
         "diff",
-        help=(says := "compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input"),
-        description=says[0].upper() + says[1:] + ".",
+        "compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input",
     )
     diff.add_argument("a", type=_path, metavar="A", help="folder of a trace")
     diff.add_argument("b", type=_path, metavar="B", help="folder of the trace that is compared with A")
@@ -100,12 +100,12 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", type=_path, metavar="FILE", help="write all that was found")
     diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
 
-    replay = commands.add_parser(
+    replay = _described(
+        commands,
         "replay",
-        help=(says := "compute one recorded operation again on its recorded operands, in another framework or on "
-              "another device; exit 0 it agrees, 1 it differs, 2 bad input"),
-        description=says[0].upper() + says[1:] + ".",
-    )  # fmt: skip
+        "compute one recorded operation again on its recorded operands, in another framework or on another device; "
+        "exit 0 it agrees, 1 it differs, 2 bad input",
+    )
     replay.add_argument("trace", type=_path, metavar="TRACE", help="folder of a trace with whole values")
     replay.add_argument("site", metavar="SITE", help="a result's key or name, such as result:h.0.mlp.fc/gemm.d")
     replay.add_argument("--framework", choices=FRAMEWORKS, help="where to compute; default: not the trace's")
@@ -116,12 +116,12 @@ def parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--json", type=_path, metavar="FILE", help="write what was found")
 
-    bisect = commands.add_parser(
+    bisect = _described(
+        commands,
         "bisect",
-        help=(says := "feed one model's activations into another and name the module that makes a difference; exit 0 "
-              "none does, 1 one does, 2 bad input"),
-        description=says[0].upper() + says[1:] + ".",
-    )  # fmt: skip
+        "feed one model's activations into another and name the module that makes a difference; exit 0 none does, 1 "
+        "one does, 2 bad input",
+    )
     bisect.add_argument("--a", required=True, metavar="PKG:FACTORY", help="a function that returns the model A")
     bisect.add_argument("--b", required=True, metavar="PKG:FACTORY", help="the one that is compared with A")
     bisect.add_argument(
@@ -133,6 +133,11 @@ def parser() -> argparse.ArgumentParser:
     bisect.add_argument("--out", type=_path, metavar="FILE", help="write the script there")
     bisect.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     return made
+
+
+def _described(commands: Any, name: str, says: str) -> argparse.ArgumentParser:
+    """Adds a command whose own help begins with what the list of commands says of it."""
+    return commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
 
 
 class _Parser(argparse.ArgumentParser):

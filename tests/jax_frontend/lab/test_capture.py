@@ -298,7 +298,7 @@ def test_float64(tmp_path):
 
 
 def test_the_device_is_the_one_that_ran(tmp_path, monkeypatch):
-    """Not the default device, on which arguments need not be."""
+    """meta.json names the device that holds the arguments, which need not be the default device."""
     monkeypatch.setattr("diptych.jax.lab.capture._device", lambda: "cuda")
     with lab.capture(jnp.sin, out=tmp_path / "t") as run:
         assert Trace.open(tmp_path / "t").meta.device == "cuda"

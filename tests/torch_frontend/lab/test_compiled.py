@@ -341,7 +341,8 @@ def test_inductor_leaves_plain_code_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("how", [lambda model: model, whole], ids=["eager", "compiled"])
 def test_captures_at_once_record_what_each_records_alone(tmp_path, how):
-    """As of a teacher and a student, whose steps alternate. The capture that began first ends first."""
+    """Two models, such as a teacher and a student, are captured while their steps alternate; the capture that began
+    first ends first."""
 
     def made(seed):
         torch.manual_seed(seed)

@@ -36,7 +36,7 @@ class Bits(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The same bits as traces hold them."""
+        """These bits and their dtype as the tensor that a trace's file holds."""
         return Tensor(DTYPES[self.dtype], self.data)
 
     @property

@@ -449,17 +449,15 @@ class Capture:
         self._warn_of_unused()
         statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
         taps.match_recomputed(self._again, self._seen)
-        flags = list({id(s.happens): s.happens for s in self._seen.values() if s.happens is not None}.values())
-        happens = dict(zip(map(id, flags), statistics.moved(flags), strict=True))
-        self._seen = {k: s for k, s in self._seen.items() if s.happens is None or happens[id(s.happens)]}
+        happens = statistics.moved_field(self._seen.values(), "happens")
+        self._seen = {k: s for k, s in self._seen.items() if happens.get(id(s), True)}
         taps.number_calls(self._seen.values())
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
             taps.connect(every, self._seen, self._names)
         hashes = statistics.moved([s.hash for s in every])
         rows = statistics.moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
-        measured = [s for s in every if s.errors is not None]
-        of_payloads = dict(zip(map(id, measured), statistics.moved([s.errors for s in measured]), strict=True))
+        of_payloads = statistics.moved_field(every, "errors")
         entries = []
         for seen, row, words in zip(every, rows, hashes, strict=True):
             site = seen.site

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -141,3 +142,9 @@ def moved(tensors: list[Any]) -> list[np.ndarray]:
         for i, row in zip(places, moved, strict=True):
             found[i] = row
     return found
+
+
+def moved_field(records: Iterable[Any], field: str) -> dict[int, np.ndarray]:
+    """Returns by a record's id what `moved` does of a field, for those records that have it: the others have None."""
+    have = [r for r in records if getattr(r, field) is not None]
+    return dict(zip(map(id, have), moved([getattr(r, field) for r in have]), strict=True))
