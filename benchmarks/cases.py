@@ -14,7 +14,7 @@ class Section(NamedTuple):
 
     `device`: "cuda", "gpus" (two GPUs of one host) or "cpu".
     `sources`: patterns of files whose code decides the figures; C++ files bring the files that they include.
-    `ops`: the ops whose rows of the kernel table decide which kernel runs.
+    `ops`: the ops whose rows of the kernel table decide which kernel runs, and those of lone_ops.def that it runs.
     `seconds`: the time after which the section starts no further case.
     """
 
@@ -88,7 +88,7 @@ SECTIONS = {
         Section("compiled", "cuda", (*LAYER, *TORCH), seconds=60),
         Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
-        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 260),
+        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), (*LAYER_OPS, "transpose"), 260),
         Section("sharded", "gpus", (*LAYER, *JAX, "jax_frontend/diptych/jax/sharding/*.py"), LAYER_OPS, 150),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
@@ -99,7 +99,7 @@ SECTIONS = {
             seconds=600,
         ),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
-        Section("lab", "cpu", ("core_cuda/cpu/**/*", *TORCH, *LAB), seconds=600),
+        Section("lab", "cpu", ("core_cuda/cpu/**/*", *TORCH, *LAB), ("hash", "statistics"), 600),
     )
 }
 

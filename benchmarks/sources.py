@@ -14,8 +14,10 @@ from benchmarks.cases import Section
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRY = "core_cuda/src/registry.cpp"
+LONE_OPS = "core_cuda/include/diptych/lone_ops.def"
 CPP = (".h", ".cpp", ".cu", ".cuh", ".def")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
+LISTED = r'^\s*(OP\({op},|\{{Op::{op},|(void )?add_{op}\(|#include "diptych/{op}\.h"|"{op}",$).*$'
 STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.S)
 
 
@@ -38,9 +40,11 @@ def _cpp(text: str) -> str:
 
 
 @functools.cache
-def code(path: Path) -> str:
-    """Returns a file's text without comments, docstrings and blank lines."""
+def code(path: Path, without: tuple[str, ...] = ()) -> str:
+    """Returns a file's text without comments, docstrings, blank lines and the lines that list an op of `without`."""
     text = path.read_text()
+    for op in without:
+        text = re.sub(LISTED.format(op=op), "", text, flags=re.M)
     return _python(text) if path.suffix == ".py" else _cpp(text) if path.suffix in CPP else text
 
 
@@ -62,10 +66,16 @@ def files(section: Section, root: Path = ROOT) -> list[Path]:
 
 
 def digest(section: Section, root: Path = ROOT) -> str:
-    """Returns the hash of the section's code, and of the kernel table's rows of its ops."""
+    """Returns the hash of the section's code, and of the kernel table's rows of its ops.
+
+    Ops of lone_ops.def count only where the section names them: files that have an op's name, and lines that list it.
+    """
     total = hashlib.sha256()
+    lone = re.findall(r"^OP\((\w+),", (root / LONE_OPS).read_text(), re.M)
+    others = tuple([op for op in lone if op not in section.ops])
     for path in files(section, root):
-        total.update(f"{path.relative_to(root.resolve())}\0{code(path)}\0".encode())
+        if path.stem.removeprefix("_") not in others:
+            total.update(f"{path.relative_to(root.resolve())}\0{code(path, others)}\0".encode())
     rows = (root / REGISTRY).read_text().splitlines() if section.ops else []
     total.update("\n".join(r for r in rows if any(f"{{Op::{op}," in r for op in section.ops)).encode())
     return total.hexdigest()[:16]

@@ -6,6 +6,7 @@ import importlib
 import json
 import random
 import xml.etree.ElementTree
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +110,33 @@ def test_a_hash_covers_included_files():
     assert {"quantize.cu", "launch.cuh", "format.h"} <= found
     assert not {"norm.cu", "native.cu", "permute.cu"} & found
     assert sources.digest(SECTIONS["quantize"]) != sources.digest(SECTIONS["gemm"])
+
+
+def listing(root: Path, own: str, *ops: str) -> Path:
+    """Files that list ops of lone_ops.def, and each op's own file with the text `own`."""
+    texts = {
+        sources.LONE_OPS: "".join(f"OP({op}, Args, 0, describe(a.x), false)\n" for op in ops),
+        sources.REGISTRY: "".join(f'#include "diptych/{op}.h"\n' for op in ops) + "rows[] = {\n"
+        "    {Op::gemm, Backend::cpu},\n" + "".join(f"    {{Op::{op}, Backend::cpu}},\n" for op in ops),
+        "core_cuda/bindings/families.h": "".join(f"void add_{op}(py::module_& m);\n" for op in ops),
+        "core_cuda/bindings/module.cpp": "  add_gemm(m);\n" + "".join(f"  add_{op}(m);\n" for op in ops),
+        "jax_frontend/diptych/jax/primitives/ffi.py": 'OPS = (\n    "gemm",\n'
+        + "".join(f'    "{op}",\n' for op in ops) + ")\n",
+    }  # fmt: skip
+    for op in ops:
+        texts |= {f"core_cuda/bindings/{op}.cpp": own, f"torch_frontend/diptych/torch/primitives/{op}.py": own}
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_lone_op_counts_where_it_runs(tmp_path):
+    trees = listing(tmp_path / "a", "1", "hash"), listing(tmp_path / "b", "1", "hash", "more")
+    trees += (listing(tmp_path / "c", "2", "hash"),)
+    found = [{name: sources.digest(SECTIONS[name], root) for name in ("linear", "jax", "lab")} for root in trees]
+    assert found[0] == found[1]
+    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["lab"]
 
 
 def written(tmp_path, stamps: dict[str, str]) -> render.Shown:
