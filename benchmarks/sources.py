@@ -17,6 +17,7 @@ REGISTRY = "core_cuda/src/registry.cpp"
 LONE_OPS = "core_cuda/include/diptych/lone_ops.def"
 CPP = (".h", ".cpp", ".cu", ".cuh", ".def")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
+OWN = ("bindings", "contracts", "csrc", "diptych", "functional", "ops", "primitives")  # folders with a file for each op
 LISTED = r'^\s*(OP\({op},|\{{Op::{op},|(void )?add_{op}\(|#include "diptych/{op}\.h"|"{op}",$).*$'
 STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.S)
 
@@ -68,13 +69,14 @@ def files(section: Section, root: Path = ROOT) -> list[Path]:
 def digest(section: Section, root: Path = ROOT) -> str:
     """Returns the hash of the section's code, and of the kernel table's rows of its ops.
 
-    Ops of lone_ops.def count only where the section names them: files that have an op's name, and lines that list it.
+    Of the frontends, bindings and contracts, which list all ops, those of lone_ops.def count only where the section
+    names them: the files that have an op's name, and the lines that list it.
     """
     total = hashlib.sha256()
     lone = re.findall(r"^OP\((\w+),", (root / LONE_OPS).read_text(), re.M)
     others = tuple([op for op in lone if op not in section.ops])
     for path in files(section, root):
-        if path.stem.removeprefix("_") not in others:
+        if path.stem.removeprefix("_") not in others or path.parent.name not in OWN:
             total.update(f"{path.relative_to(root.resolve())}\0{code(path, others)}\0".encode())
     rows = (root / REGISTRY).read_text().splitlines() if section.ops else []
     total.update("\n".join(r for r in rows if any(f"{{Op::{op}," in r for op in section.ops)).encode())

@@ -192,8 +192,9 @@ def test_results_are_right_where_a_section_measures(case, on_the_cpu):
 def test_goals_of_the_lab():
     """Each row that has a goal says how far it is from it, as `--check` reads it."""
     module = importlib.import_module("benchmarks.sections.lab")
-    (hashed,) = module.rows(Case("lab", "hash", (1 << 16,)), {})
+    hashed, measured = module.rows(Case("lab", "hash", (1 << 16,)), {})
     assert hashed["ratio"] == hashed["rate"] / hashed["at least"] and hashed["at least"] == 5
+    assert measured["ratio"] == measured["rate"] / measured["at least"] and measured["at least"] == 3
     (found,) = module.rows(Case("lab", "diff", (1 << 20,)), {})
     assert found["ratio"] == min(10 / found["s"], 1 / found["GB"]) and found["cpu s"] > 0
     assert 0.02 < found["GB"] < 0.5, "the memory is not that of this process"

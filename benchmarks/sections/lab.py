@@ -22,7 +22,7 @@ from benchmarks.cases import Case
 from benchmarks.results import Row
 
 THREADS = 2
-HASH = 5.0  # GB/s
+HASH, STATISTICS = 5.0, 3.0  # GB/s
 BOUNDS = {"hashes alone, no operations": 1.15, "after a capture": 1.05}
 """Times a step of a model that was never captured; after a capture it is the same but for noise."""
 DIFF_SECONDS, DIFF_GB = 10.0, 1.0
@@ -57,10 +57,10 @@ def at_most(bound: float, found: float) -> Row:
     return {"at most": bound, "ratio": bound / found, "goal": 1.0}
 
 
-# --- hash ---
+# --- hash and statistics ---
 
 
-def hash_rate(case: Case) -> Iterator[Row]:
+def rates(case: Case) -> Iterator[Row]:
     from benchmarks.room import seconds
     from diptych import core
 
@@ -69,6 +69,10 @@ def hash_rate(case: Case) -> Iterator[Row]:
     taken = seconds(lambda: core.hash(x))
     rate = size / taken / 1e9
     yield {"name": "core.hash", "us": taken * 1e6, "rate": rate, "unit": "GB/s", **at_least(HASH, rate)}
+    values = np.random.default_rng(0).standard_normal(size // 4, np.float32)
+    taken = seconds(lambda: core.statistics(values))
+    yield {"name": "core.statistics", "us": taken * 1e6, "rate": size / taken / 1e9, "unit": "GB/s",
+           **at_least(STATISTICS, size / taken / 1e9)}  # fmt: skip
 
 
 # --- capture ---
@@ -192,7 +196,7 @@ def made(layers: int, steps: int) -> Any:
     return Result(sides, tuple(range(steps)), tuple(rows), "differs", first, (), (), (), ())
 
 
-PARTS_OF = {"hash": hash_rate, "capture": captured, "diff": compared, "page": rendered}
+PARTS_OF = {"hash": rates, "capture": captured, "diff": compared, "page": rendered}
 
 
 def rows(case: Case, _: Any) -> Iterator[Row]:

@@ -16,6 +16,7 @@ void add_permute(py::module_& m);
 void add_grouped(py::module_& m);
 void add_transpose(py::module_& m);
 void add_hash(py::module_& m);
+void add_statistics(py::module_& m);
 void add_tables(py::module_& m);  // the tables of formats, dtypes, options and kernels
 
 }  // namespace diptych::bind

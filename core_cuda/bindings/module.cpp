@@ -78,6 +78,7 @@ PYBIND11_MODULE(_core, m) {
   add_grouped(m);
   add_transpose(m);
   add_hash(m);
+  add_statistics(m);
   add_tables(m);
   py::class_<Program, std::shared_ptr<Program>>(
       m, "Program",

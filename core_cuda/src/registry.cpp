@@ -6,6 +6,7 @@
 
 #include "cpu/kernels.h"
 #include "diptych/hash.h"
+#include "diptych/statistics.h"
 #include "diptych/transpose.h"
 #include "diptych/warn.h"
 #ifdef DIPTYCH_WITH_CUDA
@@ -110,6 +111,7 @@ static const KernelRow kKernels[] = {
     {Op::unpermute_grad, Backend::cpu, 0, kAny, Level::native, "cpu.unpermute_grad", "", nullptr, call<UnpermuteGradArgs, cpu::unpermute_grad>},
     {Op::transpose, Backend::cpu, 0, kAny, Level::native, "cpu.transpose", "", nullptr, call<TransposeArgs, cpu::transpose>},
     {Op::hash, Backend::cpu, 0, kAny, Level::native, "cpu.hash", "", nullptr, call<HashArgs, cpu::hash>},
+    {Op::statistics, Backend::cpu, 0, kAny, Level::native, "cpu.statistics", "", nullptr, call<StatisticsArgs, cpu::statistics>},
     {Op::grouped_gemm, Backend::cpu, 0, kGemm, Level::native, "cpu.grouped_gemm", "float32 fma in increasing k, group by group", nullptr, call<GroupedGemmArgs, cpu::grouped_gemm>},
     {Op::grouped_bias_grad, Backend::cpu, 0, kAny, Level::native, "cpu.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cpu::grouped_bias_grad>},
 #ifdef DIPTYCH_WITH_CUDA
@@ -147,6 +149,7 @@ static const KernelRow kKernels[] = {
     {Op::unpermute_grad, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute_grad", "not float64", not_float64<UnpermuteGradArgs>, call<UnpermuteGradArgs, cuda::unpermute_grad>},
     {Op::transpose, Backend::cuda, 80, kAny, Level::native, "cuda.transpose", "", nullptr, call<TransposeArgs, cuda::transpose>},
     {Op::hash, Backend::cuda, 80, kAny, Level::native, "cuda.hash", "", nullptr, call<HashArgs, cuda::hash>},
+    {Op::statistics, Backend::cuda, 80, kAny, Level::native, "cuda.statistics", "", nullptr, call<StatisticsArgs, cuda::statistics>},
     {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; K in multiples of 16 (depth: rows, groups in multiples of 32, with block scales of 128), rows of D in multiples of 16 bytes, operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 90, kDecoded, Level::emulated, "cuda.grouped_decoded", "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores; depth: groups in multiples of 16; at most 512 groups", grouped_decoded_fits, call<GroupedGemmArgs, cuda::grouped_gemm_decoded>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},

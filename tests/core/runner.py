@@ -296,6 +296,18 @@ def hash(be: Any, x: np.ndarray, dtype: str = "uint8", offset: int = 0) -> np.nd
     return out.read()["out"]
 
 
+def statistics(be: Any, x: np.ndarray, dtype: str, offset: int = 0, rounded: Any = None) -> np.ndarray:
+    """`_core.statistics` of elements `offset` bytes off the allocation's alignment, float64 [7]; with `rounded`,
+    (result, largest, beyond), of their errors, float64 [9]."""
+    out, number = Outputs(be), _core.number_table()[dtype]
+    made = out.new("out", (18 if rounded else 14,), "int32")
+    scratch = out.workspace(_core.statistics_workspace_bytes())
+    *to, beyond = rounded or (None, None, 1.0)
+    to = [None if t is None else be.put(t, "float32", offset) for t in to]
+    _core.statistics(be.put(x.reshape(-1).view(np.uint8), "uint8", offset), *to, made, scratch, number, beyond)
+    return out.read()["out"].view(np.float64)
+
+
 def scale_update(
     be: Any, history: np.ndarray, scale: np.ndarray, *, reduced=None, amax=None, fp8_max=448.0, margin=0,
     most_recent=False, in_place=False, offset=0, poison=POISON,

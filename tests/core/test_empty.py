@@ -138,6 +138,7 @@ CALLS: dict[str, Callable[[], None]] = {
         payload(FORMATS[0], TALL, 0), payload(FORMATS[0], TALL, 0), i32(0), 1
     ),
     "hash": lambda: _core.hash(f32(TALL, 0), i32(4)),
+    "statistics": lambda: _core.statistics(f32(TALL, 0), None, None, i32(14), None, 1, 1.0),
     "transpose": lambda: _core.transpose(payload(FORMATS[0], TALL, 0), payload(FORMATS[0], 0, TALL)),
     "unpermute": lambda: unpermute(0, 0),
     "unpermute without slots": lambda: unpermute(4, 0),

@@ -10,8 +10,11 @@ import oracle
 from core import runner
 from core.gemm.test_gemm import CUBLASLT, operands, run
 from core.quantize.test_quantize import one_sided
+from core.statistics.test_statistics import rounding
 from diptych.core import _core
+from diptych.lab.traces import DTYPES
 from oracle.hash import hash_bits
+from oracle.statistics import errors, statistics
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitize, pytest.mark.usefixtures("cuda")]
 SHAPES = ((1, 1), (33, 65), (130, 144))
@@ -65,6 +68,20 @@ def test_hash():
         x = cases.rng_for(f"sanitize-hash-{n}").integers(0, 256, n).astype(np.uint8)
         for offset in (0, 1, 4):
             runner.same_bits(runner.hash(be, x, offset=offset), hash_bits(x), f"hash {n} {offset}")
+
+
+def test_statistics():
+    be = runner.Torch()
+    for dtype in _core.number_table():
+        for n in (0, 1, 4096, 9000):
+            x = cases.rng_for(f"sanitize-statistics-{n}").integers(0, 256, 8 * n).astype(np.uint8)
+            x = x.view(DTYPES[dtype].bits)[:n]
+            runner.same_bits(runner.statistics(be, x, dtype), statistics(x, dtype), f"statistics {n} {dtype}")
+    for dtype in cases.INPUT_DTYPES:
+        x, *rounded = rounding(9000, dtype)
+        runner.same_bits(
+            runner.statistics(be, x, dtype, rounded=rounded), errors(x, dtype, *rounded), f"errors {dtype}"
+        )
 
 
 def test_amax_and_bias_grad():

@@ -18,14 +18,18 @@ from core.norm.test_norm import near
 from core.permute.test_permute import as_mask, top_k
 from core.quantize.test_quantize import one_sided
 from core.quantize.test_quantize_stack import same_stack
+from core.statistics.test_statistics import rounding
 
 import cases
 import oracle
 from diptych import core
+from diptych.core import _core
+from diptych.lab.traces import DTYPES
 from fuzz.draw import Draw
 from oracle import fused
 from oracle import permute as moe_oracle
 from oracle.hash import hash_bits
+from oracle.statistics import errors, statistics
 from quantizers import quantizer
 
 ISAS = runner.isas()
@@ -325,6 +329,17 @@ def hashed(d: Draw, be: Any) -> None:
     runner.same_bits(runner.hash(be, x, offset=d.randrange(4)), hash_bits(x), f"hash of {x.size} bytes")
 
 
+def measured(d: Draw, be: Any) -> None:
+    dtype = d.choice(tuple(_core.number_table()))
+    width, n = DTYPES[dtype].nbytes, d.randrange(3000)
+    x = d.numpy.integers(0, 256, n * width).astype(np.uint8).view(DTYPES[dtype].bits)
+    got = runner.statistics(be, x, dtype, offset=width * d.randrange(3))
+    runner.same_bits(got, statistics(x, dtype), f"statistics of {n} {dtype}")
+    x, *rounded = rounding(d.randrange(9000), dtype := d.choice(list(cases.INPUT_DTYPES)))
+    got = runner.statistics(be, x, dtype, rounded=rounded)
+    runner.same_bits(got, errors(x, dtype, *rounded), f"statistics of {x.size} errors of {dtype}")
+
+
 CALLS: dict[str, Callable[[Draw, Any], None]] = {
     "quantize": quantize,
     "dequantize": dequantize,
@@ -341,6 +356,7 @@ CALLS: dict[str, Callable[[Draw, Any], None]] = {
     "stack": stack,
     "transpose": transpose,
     "hash": hashed,
+    "statistics": measured,
 }
 
 

@@ -47,6 +47,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "permute_columns": ("out",),
     "transpose": ("out",),
     "hash": ("out",),
+    "statistics": ("out",),
     "unpermute": ("y", "dprobs"),
     "unpermute_grad": ("dx", "dprobs"),
 }  # fmt: skip

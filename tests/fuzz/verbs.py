@@ -66,6 +66,7 @@ def nonsense(d: Draw, be: Any) -> None:
         lambda: core.amax(x, per_row=flag(), rht=flag(), random_signs=flag()),
         lambda: core.bias_grad(x, dtype),
         lambda: core.hash(x),
+        lambda: core.statistics(x),
         lambda: core.scale_update(x, y, reduced=maybe(), margin=d.scalar()),
         lambda: core.permute_map(x, experts=d.choice((None, 1, 4, d.scalar())), rows=d.choice((None, 8, 0))),
         lambda: core.chunk_map(x, y, 8),

@@ -58,4 +58,4 @@ def same(got: Quantization, want: Quantization) -> None:
     if want.sqnr is None or not np.isfinite(want.sqnr):
         assert got.sqnr == want.sqnr
     else:
-        assert got.sqnr is not None and abs(got.sqnr - want.sqnr) < 1e-4
+        assert got.sqnr is not None and abs(got.sqnr - want.sqnr) < 1e-6

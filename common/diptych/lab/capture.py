@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from diptych.common.conversion import matches
 from diptych.common.errors import ArgumentError
+from diptych.common.ops.statistics import NAMES, OF_ERRORS
 from diptych.lab.replay import table
 from diptych.lab.traces import DTYPES, Options, Site, Statistics
 from diptych.lab.traces.schema import Kind, Operation, Quantization
@@ -108,29 +110,22 @@ def digits(words: np.ndarray) -> str:
     return words.astype("<u4").tobytes().hex()
 
 
-def statistics(
-    amax: float, mean: float, rms: float, counts: tuple[int, ...], size: int, quantized: Quantization | None = None
-) -> Statistics:
-    """Returns statistics from what a frontend computed on the device.
-
-    **Arguments:** `amax`, `mean`, `rms`: of the finite elements, whatever they are if there is none. `counts`: of the
-    elements that are zero, NaN, infinite and subnormal. `size`: of the tensor.
-    """
-    zero, nan, inf, subnormal = [n / max(size, 1) for n in counts]
-    if size == counts[1] + counts[2]:
-        return Statistics(None, None, None, zero, nan, inf, subnormal, quantized)
+def statistics(row: Sequence[float], size: int, quantized: Quantization | None = None) -> Statistics:
+    """Returns the statistics of a tensor of `size` elements, from the seven numbers that the core's op computes."""
+    zero, nan, inf, subnormal = (n / max(size, 1) for n in row[3:])
+    amax, mean, rms = row[:3] if row[4] + row[5] < size else (None, None, None)  # of no finite element
     return Statistics(amax, mean, rms, zero, nan, inf, subnormal, quantized)
 
 
-def quantization(counts: Sequence[float], signal: Sequence[float], noise: Sequence[float], size: int) -> Quantization:
-    """Returns how a tensor was quantized from what a frontend computed on the device.
-
-    **Arguments:** `counts`: of the elements that were clipped and flushed. `signal`, `noise`: the largest magnitude,
-    and the rms divided by it, of the tensor before and of its rounding errors, over elements that were finite before.
-    `size`: of the tensor.
-    """
-    clipped, flushed = (int(n) / max(size, 1) for n in counts)
-    return Quantization(clipped, flushed, decibels(logarithm(*signal), logarithm(*noise)))
+def quantization(row: Sequence[float], size: int) -> Quantization:
+    """Returns how a tensor of `size` elements was quantized, from the statistics of the tensor before and those of its
+    errors, seven and nine numbers that the core's op computes."""
+    before = dict(zip(NAMES, row, strict=False))
+    errors = dict(zip(OF_ERRORS, row[len(NAMES) :], strict=True))
+    overflown = errors["nan"] + errors["inf"] > before["nan"] + before["inf"]  # what was finite
+    noise = math.inf if overflown else errors["rms"]
+    clipped, flushed = errors["clipped"] / max(size, 1), errors["flushed"] / max(size, 1)
+    return Quantization(clipped, flushed, decibels(logarithm(before["rms"]), logarithm(noise)))
 
 
 def elements(payload: Site) -> int:

@@ -41,6 +41,8 @@ struct Epilogue {
   DType dtype;
 };
 
+struct LaneMoments;
+
 struct Kernels {
   const char* name;
 
@@ -78,6 +80,8 @@ struct Kernels {
   void (*transpose)(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst);
   // adds the blocks from x on, of which the first has number `first`, to the two sums of hash
   void (*hash)(const uint8_t* x, int64_t first, int64_t count, uint64_t* sums);
+  // adds rows of 256 elements to the sums and counts of statistics
+  void (*statistics)(const float* x, int64_t rows, int32_t smallest_normal, LaneMoments*);
   // acc[c] = acc[c] + x[r, c] for ascending r
   void (*column_sum)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc);
   // out[i] = ((+0 + by[0] * rows[0][i]) + by[1] * rows[1][i]) + ..., every operation rounded, one cast

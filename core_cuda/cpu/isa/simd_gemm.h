@@ -6,6 +6,7 @@
 #include "cpu/isa/simd_hash.h"
 #include "cpu/isa/simd_quantize.h"
 #include "cpu/isa/simd_source.h"
+#include "cpu/isa/simd_statistics.h"
 #include "cpu/isa/simd_two_level.h"
 #include "cpu/quantize/e2m1.h"
 
@@ -172,6 +173,7 @@ inline constexpr Kernels make_kernels(const char* name) {
           .gather = gather,
           .transpose = transpose,
           .hash = hash_blocks,
+          .statistics = add_rows,
           .column_sum = column_sum,
           .sum_rows = sum_rows,
           .store = store_f32,

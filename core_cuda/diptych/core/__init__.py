@@ -1,5 +1,6 @@
 """The core's verbs on NumPy arrays: `quantize`, `dequantize`, `gemm`, `amax`, `bias_grad`, `scale_update`, the verbs
-that permute rows between tokens and experts and multiply groups of rows, `hash`, and the tables of formats and kernels.
+that permute rows between tokens and experts and multiply groups of rows, `hash`, `statistics`, and the tables of
+formats and kernels.
 
 The same verbs as `diptych.torch` and `diptych.jax`, with the same bits. FP8 and E8M0 payloads are `uint8` arrays here,
 because NumPy has no such dtypes; view them as `ml_dtypes` if needed. E2M1 payloads hold two elements in a byte. Arrays
@@ -24,6 +25,7 @@ from diptych.core._permute import (
     unpermute,
     unpermute_grad,
 )
+from diptych.core._statistics import statistics
 
 format_table = _core.format_table
 kernel_table = _core.kernel_table
@@ -59,6 +61,7 @@ __all__ = [
     "reset_calls",
     "scale_update",
     "set_num_threads",
+    "statistics",
     "unpermute",
     "unpermute_grad",
 ]

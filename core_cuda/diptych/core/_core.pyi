@@ -222,6 +222,19 @@ def grouped_bias_grad_workspace_bytes(rows: int, cols: int, groups: int) -> int:
 def group_kinds() -> dict[str, int]: ...
 def transpose(x: Operand, out: Operand) -> None: ...
 def hash(x: Operand, out: Operand) -> None: ...
+def statistics(
+    x: Operand,
+    result: Operand | None,
+    largest: Operand | None,
+    out: Operand,
+    workspace: Operand | None,
+    number: int,
+    beyond: float,
+) -> None: ...
+def number_table() -> dict[str, int]:
+    """The numbers by which `statistics` knows dtypes."""
+
+def statistics_workspace_bytes() -> int: ...
 
 class FormatTableRow(typing.TypedDict):
     name: str

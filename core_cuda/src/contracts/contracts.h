@@ -6,6 +6,7 @@
 #include "diptych/grouped.h"
 #include "diptych/hash.h"
 #include "diptych/ops.h"
+#include "diptych/statistics.h"
 #include "diptych/transpose.h"
 
 namespace diptych {

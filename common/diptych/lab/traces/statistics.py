@@ -93,11 +93,11 @@ def decibels(signal: float, noise: float) -> float | None:
     return 20 * (signal - noise) if math.isfinite(signal) and math.isfinite(noise) else -math.inf
 
 
-def logarithm(largest: float, part: float = 1.0) -> float:
-    """Returns the logarithm to base 10 of a product of two magnitudes, for `decibels`."""
-    if not math.isfinite(largest) or not math.isfinite(part):
+def logarithm(magnitude: float) -> float:
+    """Returns the logarithm to base 10 of a magnitude, for `decibels`."""
+    if not math.isfinite(magnitude):
         return math.inf
-    return math.log10(largest) + math.log10(part) if largest and part else -math.inf
+    return math.log10(magnitude) if magnitude else -math.inf
 
 
 def rms(x: np.ndarray) -> float:

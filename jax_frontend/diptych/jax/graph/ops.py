@@ -24,6 +24,7 @@ _OPERANDS: dict[str, tuple[str, ...]] = {
     "grouped_bias_grad": ("dy", "offsets"),
     "dequantize": ("data", "scale_inv", "amax"),
     "hash": ("x",),
+    "statistics": ("x", "result", "largest"),
     "permute_map": ("routing",),
     "chunk_map": ("split_sizes", "sorted_index"),
     "invert_map": ("row_id_map",),

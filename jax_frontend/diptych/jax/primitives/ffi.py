@@ -24,6 +24,7 @@ OPS = (
     "amax", "quantize", "scale_update", "dequantize", "gemm", "bias_grad", "norm", "norm_grad", "activation",
     "activation_grad", "permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute",
     "unpermute_grad", "quantize_stack", "grouped_gemm", "grouped_bias_grad", "hash",
+    "statistics",
 )  # fmt: skip
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's name of a lowering platform: the FFI registry's name
 ATTRIBUTES_VERSION = 5

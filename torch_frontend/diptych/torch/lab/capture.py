@@ -24,6 +24,7 @@ from diptych.torch.lab import compiled, functions, own_ops, statistics, taps
 from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
+from diptych.torch.primitives import statistics as statistics_ops
 from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
@@ -41,7 +42,7 @@ def capture(
     ops: str = "own",
     statistics: bool = True,
 ) -> Capture:
-    """Returns a context in which a model's training steps are recorded as a trace (docs/lab.md).
+    """Returns a context in which a model's training steps are recorded as a trace (docs/captures.md).
 
         with lab.capture(model, out="trace") as t:
             for batch in batches:
@@ -427,7 +428,7 @@ class Capture:
             with torch._C.DisableTorchFunction():  # these are no functions of the model
                 seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
                 if keep:
-                    seen.row = statistics.measured(x) if self._with_statistics else None
+                    seen.row = statistics_ops.statistics(x) if self._with_statistics else None
                     seen.values = None if self.options.values == "hash" else self._keep(seen.site, x)
         return seen
 

@@ -36,7 +36,7 @@ from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import ACTIVATION_IDS, NORM_IDS, Copy, dtype_name
 from diptych.torch.state import update
 
-UNRECORDED = {"hash", "rng_take", "empty", "log_amax"}
+UNRECORDED = {"hash", "statistics", "rounding_errors", "rng_take", "empty", "log_amax"}
 """Ops that are no part of what a step computes."""
 _ROWS = {
     "quantize_delayed": "quantize",
@@ -177,7 +177,8 @@ def errors(call: Call, made: dict[str, Tensor]) -> dict[str, Tensor]:
     register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))  # none of the model's ops
     try:
         with torch._C.DisableTorchFunction():
-            return {name: statistics.errors(call.operands["x"], copy) for name, copy in _copies(call, made)}
+            copies = list(_copies(call, made))
+            return statistics.errors(call.operands["x"], copies) if copies else {}
     finally:
         register.OBSERVERS.pop()
 
