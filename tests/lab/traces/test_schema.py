@@ -210,7 +210,7 @@ def test_keys_are_unique():
 
 
 def test_the_page_has_every_field():
-    page = (Path(__file__).parents[3] / "docs/lab.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/traces.md").read_text()
     rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*\|$", page, re.M))))
     kinds = (Site, Record, Statistics, Quantization, Meta, Options)
     assert {f.name for kind in kinds for f in dataclasses.fields(kind)} <= rows and set(KINDS) <= rows
