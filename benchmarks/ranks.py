@@ -67,6 +67,7 @@ def _work(
     for row in importlib.import_module(module).on_rank(case, rank, **options):
         if rank == 0:
             rows.put(row)
+    dist.barrier()  # gloo may abort a process whose peer has closed their connection
     dist.destroy_process_group()
 
 
