@@ -5,6 +5,7 @@ A row's goal stands in it as "at least" or "at most". Traces are written to a te
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import resource
@@ -65,14 +66,15 @@ def rates(case: Case) -> Iterator[Row]:
     from diptych import core
 
     (size,) = case.shape
-    x = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    taken = seconds(lambda: core.hash(x))
-    rate = size / taken / 1e9
-    yield {"name": "core.hash", "us": taken * 1e6, "rate": rate, "unit": "GB/s", **at_least(HASH, rate)}
-    values = np.random.default_rng(0).standard_normal(size // 4, np.float32)
-    taken = seconds(lambda: core.statistics(values))
-    yield {"name": "core.statistics", "us": taken * 1e6, "rate": size / taken / 1e9, "unit": "GB/s",
-           **at_least(STATISTICS, size / taken / 1e9)}  # fmt: skip
+    rng = np.random.default_rng(0)
+    for call, x, bound in (
+        (core.hash, rng.integers(0, 256, size, np.uint8), HASH),
+        (core.statistics, rng.standard_normal(size // 4, np.float32), STATISTICS),
+    ):
+        taken = seconds(functools.partial(call, x))
+        rate = size / taken / 1e9
+        name = f"core.{call.__name__}"
+        yield {"name": name, "us": taken * 1e6, "rate": rate, "unit": "GB/s", **at_least(bound, rate)}
 
 
 # --- capture ---

@@ -1,21 +1,16 @@
 // The Python module's statistics of a tensor's elements.
 #include "diptych/statistics.h"
 
-#include <pybind11/stl.h>
-
-#include <map>
-#include <string>
-
 #include "families.h"
 #include "program.h"
 
 namespace diptych::bind {
 namespace {
 
-std::map<std::string, int32_t> number_table() {
-  std::map<std::string, int32_t> table;
-  for (const NumberRow& number : kNumbers) table[number.name] = static_cast<int32_t>(number.id);
-  return table;
+Numbers number_table() {
+  Numbers d;
+  for (const NumberRow& number : kNumbers) d[number.name] = static_cast<int32_t>(number.id);
+  return d;
 }
 
 }  // namespace

@@ -113,11 +113,10 @@ Moments narrow_part(Number number, const char* x, int64_t n, const Rounded& to) 
   return found;
 }
 
-template <typename T>
-double largest_finite(const T* x, int64_t n) {
+double largest_finite(const double* x, int64_t n) {
   double largest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const double magnitude = std::fabs(static_cast<double>(x[i]));
+    const double magnitude = std::fabs(x[i]);
     largest = magnitude <= __DBL_MAX__ && magnitude > largest ? magnitude : largest;
   }
   return largest;
@@ -126,9 +125,8 @@ double largest_finite(const T* x, int64_t n) {
 // The same for elements that need float64. Values are multiplied by `scale` before they are added.
 template <typename T>
 Moments wide_part(const T* x, int64_t n, double scale) {
-  double sum[kSumLanes] = {}, squares[kSumLanes] = {};
+  double sum[kSumLanes] = {}, squares[kSumLanes] = {}, largest = 0;
   Moments m = {};
-  m.largest = largest_finite(x, n);
   for (int64_t i = 0; i < n; i += kSumLanes) {
     const int lanes = static_cast<int>(std::min<int64_t>(kSumLanes, n - i));
     for (int l = 0; l < lanes; ++l) {
@@ -137,11 +135,13 @@ Moments wide_part(const T* x, int64_t n, double scale) {
       m.nan += magnitude != magnitude;
       m.infinite += magnitude > __DBL_MAX__;
       m.subnormal += std::is_floating_point_v<T> && magnitude > 0 && magnitude < __DBL_MIN__;
-      const double v = magnitude <= __DBL_MAX__ ? value * scale : 0.0;
+      const bool finite = magnitude <= __DBL_MAX__;
+      largest = finite && magnitude > largest ? magnitude : largest;
+      const double v = finite ? value * scale : 0.0;
       sum[l] += v, squares[l] += v * v;
     }
   }
-  m.sum = folded(sum, kSumLanes), m.squares = folded(squares, kSumLanes);
+  m.sum = folded(sum, kSumLanes), m.squares = folded(squares, kSumLanes), m.largest = largest;
   return m;
 }
 

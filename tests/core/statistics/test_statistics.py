@@ -91,7 +91,7 @@ FILLS = {
 @pytest.mark.parametrize("dtype", [n for n in NUMBERS if DTYPES[n].kind == "float" and n != "float8_e8m0fnu"])
 @pytest.mark.parametrize("fill", FILLS)
 def test_values_of_every_kind(dtype, fill, device):
-    """What NumPy computes in float64, in whichever part of a tensor which values are."""
+    """Statistics are those that NumPy computes in float64, wherever in a tensor special values lie."""
     be = runner.backend(device)
     for size in (0, 1, 4096, 70001):
         bits = bits_of_values(FILLS[fill](cases.rng_for(f"{fill} {size}").standard_normal(size)), dtype)

@@ -12,7 +12,7 @@ from diptych.common import DTypeError, ShapeError, UnsupportedError
 from diptych.common.ops import statistics as rules
 from diptych.torch.primitives.statistics import errors, statistics
 from oracle import statistics as oracle
-from torch_frontend.primitives.test_hash import drawn
+from torch_frontend.primitives.test_hash import check_graph, drawn
 
 
 def same(got, x):
@@ -83,15 +83,7 @@ def test_torchs_own_check():
 @pytest.mark.cuda
 def test_a_captured_graph_measures_what_is_there(cuda):
     for n, dtype in ((1000, torch.float32), (100_000, torch.bfloat16), (100_000, torch.float64)):
-        x = torch.ones(n, dtype=dtype, device="cuda")
-        statistics(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = statistics(x)
-        for turn in range(3):
-            x.fill_(turn)
-            graph.replay()
-            same(out, x)
+        check_graph(statistics, torch.ones(n, dtype=dtype, device="cuda"), same)
 
 
 def test_no_derivative():

@@ -17,9 +17,9 @@ NUMBERS = {
 NUMBERS["bool"] = NUMBERS["uint8"]
 
 NAMES = ("amax", "mean", "rms", "zero", "nan", "inf", "subnormal")
-"""What `statistics` returns, in order."""
+"""The names of the seven numbers that `statistics` returns, in order."""
 OF_ERRORS = (*NAMES, "clipped", "flushed")
-"""What `statistics` returns of errors of rounding, in order."""
+"""The names of the nine numbers that `statistics` returns of errors of rounding, in order."""
 
 
 def statistics(x: Operand) -> tuple[Shape, int]:

@@ -1,4 +1,4 @@
-"""What is recorded of an array, computed on its device and packed into one vector of words."""
+"""Hashes and statistics of recorded arrays, each array's computed on its device and packed into a vector of words."""
 
 from __future__ import annotations
 

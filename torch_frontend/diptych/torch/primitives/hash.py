@@ -11,10 +11,15 @@ from diptych.torch.primitives.checks import operand
 from diptych.torch.primitives.register import define, empty_beside, run
 
 
+def flat(x: Tensor) -> Tensor:
+    """Returns the elements in row-major order, [n] with a stride of 1."""
+    dense = x.contiguous()  # as_strided: a tensor of one element or none may have any strides
+    return dense.as_strided((dense.numel(),), (1,))
+
+
 def _hash(x: Tensor) -> Tensor:
     out = empty_beside(x, rules.hash(operand("x", x)), torch.int32)
-    dense = x.resolve_conj().contiguous()  # as_strided: a tensor of one element or none may have any strides
-    _core.hash(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), out)
+    _core.hash(flat(x.resolve_conj()).view(torch.uint8), out)
     return out
 
 

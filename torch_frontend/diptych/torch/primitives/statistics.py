@@ -10,19 +10,15 @@ from diptych.common.ops import statistics as rules
 from diptych.common.ops.shapes import Shape
 from diptych.core import _core
 from diptych.torch.primitives.checks import enforce, operand, require_device
+from diptych.torch.primitives.hash import flat
 from diptych.torch.primitives.register import define, empty_beside, run, workspace
-
-
-def _flat(x: Tensor) -> Tensor:
-    dense = x.contiguous()  # as_strided: a tensor of one element or none may have any strides
-    return dense.as_strided((dense.numel(),), (1,))
 
 
 def _statistics(x: Tensor) -> Tensor:
     shape, number = rules.statistics(operand("x", x))
     out = empty_beside(x, shape, torch.float64)
     scratch = workspace(_core.statistics_workspace_bytes(), x.device)
-    _core.statistics(_flat(x).view(torch.uint8), None, None, out.view(torch.int32), scratch, number, 1.0)
+    _core.statistics(flat(x).view(torch.uint8), None, None, out.view(torch.int32), scratch, number, 1.0)
     return out
 
 
@@ -42,7 +38,7 @@ def _errors(x: Tensor, result: Tensor, largest: Tensor, beyond: float) -> Tensor
     shape, number = _checked(x, result, largest)
     out = empty_beside(x, shape, torch.float64)
     scratch = workspace(_core.statistics_workspace_bytes(), x.device)
-    given = _flat(x).view(torch.uint8), _flat(result), _flat(largest)
+    given = flat(x).view(torch.uint8), flat(result), flat(largest)
     _core.statistics(*given, out.view(torch.int32), scratch, number, beyond)
     return out
 
