@@ -90,6 +90,13 @@ SECTIONS = {
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
         Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), (*LAYER_OPS, "transpose"), 260),
         Section("sharded", "gpus", (*LAYER, *JAX, "jax_frontend/diptych/jax/sharding/*.py"), LAYER_OPS, 150),
+        Section(
+            "captures",
+            "cuda",
+            (*LAYER, *TORCH, *LAB, f"{CUDA}/hash/*", f"{CUDA}/statistics/*"),
+            (*LAYER_OPS, "hash", "statistics"),
+            90,
+        ),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
         Section(
@@ -130,6 +137,7 @@ DATA_PARALLEL, SHARDED = "data parallel", "FSDP"
 CUT, SEQUENCE, HALF = "tensor parallel", "sequence parallel", "half, one GPU"
 MOVES = ("permute", "permute, map built before", "permute, padded, probs", "unpermute", "gradient of permute",
          "gradient of unpermute")  # fmt: skip
+MEASURES = ("hash", "statistics", "errors")
 E5M2 = tuple(f.name for f in FORMATS if f.element == "float8_e5m2")
 PLAIN = tuple(f.name for f in FORMATS if f.name not in E5M2)  # per tensor, 1x128, 128x128, MXFP8, NVFP4
 DELAYED = f"{PLAIN[0]} delayed"
@@ -190,6 +198,8 @@ def _cases() -> Iterable[Case]:
     yield Case("lab", "capture", (128, 5, 16, 128))
     yield Case("lab", "diff", (2**30,))
     yield Case("lab", "page", (30, 100))
+    yield Case("captures", "ops", (2**28,), MEASURES)
+    yield Case("captures", "step", (512, 6, 32, 256))
 
 
 CASES = tuple(_cases())

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import __main__ as suite
 from benchmarks import peers, plots, render, results, room, sources
-from benchmarks.cases import CASES, FP8, GOALS, MOVES, SECTIONS, Case, cases_of
+from benchmarks.cases import CASES, FP8, GOALS, MEASURES, MOVES, SECTIONS, Case, cases_of
 from benchmarks.quantizers import quantizers
 from diptych.common import RECIPES
 
@@ -34,12 +34,14 @@ SMALL = (
     Case("lab", "hash", (1 << 16,)),
     Case("lab", "diff", (1 << 20,)),
     Case("lab", "page", (2, 5)),
+    Case("captures", "ops", (1 << 16,), MEASURES),
 )
 LONG = (  # "gathers" runs most of their code
     Case("several", "tensor parallel", (2, 32, 512), ("fp8-current",)),
     Case("several", "weak scaling", (1, 32, 512), ("mxfp8",)),
     Case("jax_cpu", "trace and compile", (1,), ("mxfp8", "fp8-delayed")),
     Case("lab", "capture", (32, 1, 2, 16)),
+    Case("captures", "step", (32, 1, 2, 16)),
 )
 
 
@@ -75,6 +77,7 @@ def test_the_case_table_is_consistent():
     known = {
         "bf16",
         *MOVES,
+        *MEASURES,
         *RECIPES,
         *quantizers(),
         *(f"{r} {kind}" for r in RECIPES for kind in ("fused", "linears")),

@@ -80,15 +80,20 @@ def rates(case: Case) -> Iterator[Row]:
 # --- capture ---
 
 
-def captured(case: Case) -> Iterator[Row]:
+def captured(case: Case, device: str = "cpu") -> Iterator[Row]:
     """Steps of the demo model, in turns of a model that was never captured and of one that is, or was until now."""
+    import torch
+
     from diptych.common import RECIPES
     from diptych.lab.job import Job, ModelConfig, initial_weights
     from diptych.torch import lab
     from diptych.torch.lab.adapter import TorchTrainer
 
     width, layers, batch, seq = case.shape
-    job = Job(model=ModelConfig(width=width, layers=layers, seq=seq), recipe=RECIPES["fp8-current"], threads=THREADS)
+    job = Job(
+        ModelConfig(width=width, layers=layers, seq=seq), recipe=RECIPES["fp8-current"], device=device, threads=THREADS
+    )
+    bounds = BOUNDS if device == "cpu" else {}
     weights = initial_weights(job.model, 0)
     never, often = (TorchTrainer(job, weights) for _ in range(2))
     tokens = np.random.default_rng(0).integers(0, 256, (batch, seq + 1), np.uint8)
@@ -98,12 +103,14 @@ def captured(case: Case) -> Iterator[Row]:
         trainer.step(tokens)
         if capture is not None:
             capture.step()
+        if device != "cpu":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def row(name: str, rounds: int, capture: Any = None) -> Row:
         times = [(timed(never), timed(often, capture)) for _ in range(WARM + rounds)]
         plain, taken = (statistics.median(some) for some in zip(*times[WARM:], strict=True))
-        bound = at_most(BOUNDS[name], taken / plain) if name in BOUNDS else {}
+        bound = at_most(bounds[name], taken / plain) if name in bounds else {}
         return {"name": name, "us": taken * 1e6, "plain us": plain * 1e6, "times": taken / plain, **bound}
 
     with tempfile.TemporaryDirectory() as folder:
