@@ -17,7 +17,7 @@ REGISTRY = "core_cuda/src/registry.cpp"
 LONE_OPS = "core_cuda/include/diptych/lone_ops.def"
 CPP = (".h", ".cpp", ".cu", ".cuh", ".def")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
-OWN = ("bindings", "contracts", "csrc", "diptych", "functional", "ops", "primitives")  # folders with a file for each op
+OWN = ("bindings", "contracts", "csrc", "diptych", "functional", "isa", "ops", "primitives")  # with a file for each op
 LISTED = r'^\s*(OP\({op},|\{{Op::{op},|(void )?add_{op}\(|#include "diptych/{op}\.h"|"{op}",$).*$'
 STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.S)
 
@@ -69,14 +69,15 @@ def files(section: Section, root: Path = ROOT) -> list[Path]:
 def digest(section: Section, root: Path = ROOT) -> str:
     """Returns the hash of the section's code, and of the kernel table's rows of its ops.
 
-    Of the frontends, bindings and contracts, which list all ops, those of lone_ops.def count only where the section
-    names them: the files that have an op's name, and the lines that list it.
+    Ops of lone_ops.def count only where the section names them: the folders and files that have an op's name, and the
+    lines of frontends, bindings and contracts that list it.
     """
     total = hashlib.sha256()
     lone = re.findall(r"^OP\((\w+),", (root / LONE_OPS).read_text(), re.M)
     others = tuple([op for op in lone if op not in section.ops])
     for path in files(section, root):
-        if path.stem.removeprefix("_") not in others or path.parent.name not in OWN:
+        folder, name = path.parent.name, re.sub("^(simd)?_", "", path.stem)
+        if folder not in others and not (folder in OWN and name in others):
             total.update(f"{path.relative_to(root.resolve())}\0{code(path, others)}\0".encode())
     rows = (root / REGISTRY).read_text().splitlines() if section.ops else []
     total.update("\n".join(r for r in rows if any(f"{{Op::{op}," in r for op in section.ops)).encode())

@@ -127,7 +127,9 @@ def listing(root: Path, own: str, *ops: str) -> Path:
         + "".join(f'    "{op}",\n' for op in ops) + ")\n",
     }  # fmt: skip
     for op in ops:
-        texts |= {f"core_cuda/bindings/{op}.cpp": own, f"torch_frontend/diptych/torch/primitives/{op}.py": own}
+        names = f"bindings/{op}.cpp", f"cpu/{op}/{op}.cpp", f"cpu/isa/simd_{op}.h", f"cuda/{op}/{op}.cu"
+        texts |= {f"core_cuda/{name}": own for name in names}
+        texts[f"torch_frontend/diptych/torch/primitives/{op}.py"] = own
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -137,9 +139,9 @@ def listing(root: Path, own: str, *ops: str) -> Path:
 def test_a_lone_op_counts_where_it_runs(tmp_path):
     trees = listing(tmp_path / "a", "1", "hash"), listing(tmp_path / "b", "1", "hash", "more")
     trees += (listing(tmp_path / "c", "2", "hash"),)
-    found = [{name: sources.digest(SECTIONS[name], root) for name in ("linear", "jax", "lab")} for root in trees]
-    assert found[0] == found[1]
-    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["lab"]
+    found = [{name: sources.digest(SECTIONS[name], root) for name in SECTIONS} for root in trees]
+    assert all(found[0][name] == found[1][name] for name in ("linear", "jax", "cpu", "jax_cpu", "memory"))
+    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["captures", "lab"]
 
 
 def written(tmp_path, stamps: dict[str, str]) -> render.Shown:

@@ -20,12 +20,13 @@ CUDA = ROOT / "core_cuda"
 
 
 class Tensor(ctypes.Structure):
-    """The struct `Tensor` of tests/simulated/tensor.h."""
+    """The struct `Tensor` of tests/simulated/tensor.h. Tensors without elements are at address 0, as those of torch."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("rank", ctypes.c_int32),
+        ("given", ctypes.c_int32),
         ("shape", ctypes.c_int64 * 3),
     )
 
@@ -35,11 +36,10 @@ class Tensor(ctypes.Structure):
             return cls()
         if not isinstance(operand, tuple):  # a torch tensor on the CPU
             code = _core.dtype_table()[str(operand.dtype).removeprefix("torch.")]
-            # The data_ptr() of an empty tensor is null, which stands for no tensor here.
-            start = operand.untyped_storage().data_ptr() + operand.storage_offset() * operand.element_size()
-            return cls(start, code, operand.ndim, (ctypes.c_int64 * 3)(*operand.shape))
+            return cls(operand.data_ptr(), code, operand.ndim, True, (ctypes.c_int64 * 3)(*operand.shape))
         array, dtype = operand
-        return cls(array.ctypes.data, dtype, array.ndim, (ctypes.c_int64 * 3)(*array.shape))
+        start = array.ctypes.data if array.size else None  # as torch has it
+        return cls(start, dtype, array.ndim, True, (ctypes.c_int64 * 3)(*array.shape))
 
 
 def toolkit() -> Path | None:

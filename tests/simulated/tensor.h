@@ -8,14 +8,14 @@
 namespace simulated {
 
 struct Tensor {
-  void* data;  // null: none
-  int32_t dtype, rank;
+  void* data;
+  int32_t dtype, rank, given;
   int64_t shape[3];
 };
 
 inline diptych::TensorView view(const Tensor& t) {
   diptych::TensorView v;
-  if (t.data == nullptr) return v;
+  if (!t.given) return v;
   v.data = t.data, v.dtype = static_cast<diptych::DType>(t.dtype), v.rank = t.rank;
   v.device = {diptych::Backend::cuda, 0};
   std::copy_n(t.shape, t.rank, v.shape);

@@ -19,7 +19,8 @@ struct StatisticsParams {
   int64_t n, rows;  // elements, and rows of a part
   Moments* parts;
   double* out;
-  const float *result, *largest;  // what x was rounded to; null: nothing
+  bool rounded;                   // the statistics are those of errors
+  const float *result, *largest;  // what x was rounded to; null where there are no elements
   float beyond;
 };
 
@@ -155,7 +156,7 @@ __device__ __forceinline__ void finish(const Moments& m, const StatisticsParams&
   out[0] = m.largest, out[1] = min(max(mean, -m.largest), m.largest), out[2] = min(rms, m.largest);
   out[3] = static_cast<double>(m.zero), out[4] = static_cast<double>(m.nan);
   out[5] = static_cast<double>(m.infinite), out[6] = static_cast<double>(m.subnormal);
-  if (p.result != nullptr) out[7] = static_cast<double>(m.clipped), out[8] = static_cast<double>(m.flushed);
+  if (p.rounded) out[7] = static_cast<double>(m.clipped), out[8] = static_cast<double>(m.flushed);
 }
 
 // Calls body(value, index) for each of the thread's elements of a part, in ascending order.
@@ -252,7 +253,7 @@ Status statistics(const StatisticsArgs& a, const Execution& exec) {
   p.out = a.out.as<double>();
   using enum Number;
   if (a.result.given()) {
-    p.result = a.result.as<float>(), p.largest = a.largest.as<float>(), p.beyond = a.beyond;
+    p.rounded = true, p.result = a.result.as<float>(), p.largest = a.largest.as<float>(), p.beyond = a.beyond;
     return a.number == f32    ? run<f32, true>(p, exec)
            : a.number == bf16 ? run<bf16, true>(p, exec)
                               : run<f16, true>(p, exec);
