@@ -34,7 +34,7 @@ CAPTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "with statistics": (4, {}),
 }
 """Kinds of captures: one step in so many of `ROUNDS` is timed, and the options. A trace's first steps, which list its
-sites, do not count. A step of the other model, before each, is what it is compared with."""
+sites, do not count."""
 TENSOR = 2**22  # elements of each tensor of a trace
 PARTS = (
     "ln_1",
@@ -81,7 +81,11 @@ def rates(case: Case) -> Iterator[Row]:
 
 
 def captured(case: Case, device: str = "cpu") -> Iterator[Row]:
-    """Steps of the demo model, in turns of a model that was never captured and of one that is, or was until now."""
+    """Steps of the demo model, in turns of a model that was never captured and of one that is, or was until now.
+
+    A row compares with the other model's steps of the same turns. While operations are recorded, diptych's layers run
+    op by op in all models of the process, so that such rows compare with the steps of the row before.
+    """
     import torch
 
     from diptych.common import RECIPES
@@ -107,16 +111,20 @@ def captured(case: Case, device: str = "cpu") -> Iterator[Row]:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def row(name: str, rounds: int, capture: Any = None) -> Row:
+    plain = 0.0
+
+    def row(name: str, rounds: int, capture: Any = None, operations: bool = False) -> Row:
+        nonlocal plain
         times = [(timed(never), timed(often, capture)) for _ in range(WARM + rounds)]
-        plain, taken = (statistics.median(some) for some in zip(*times[WARM:], strict=True))
+        other, taken = (statistics.median(some) for some in zip(*times[WARM:], strict=True))
+        plain = plain if operations else other
         bound = at_most(bounds[name], taken / plain) if name in bounds else {}
         return {"name": name, "us": taken * 1e6, "plain us": plain * 1e6, "times": taken / plain, **bound}
 
     with tempfile.TemporaryDirectory() as folder:
         for name, (one_in, options) in CAPTURES.items():
             with lab.capture(often._model, out=f"{folder}/{name}", **options) as capture:
-                yield row(name, -(-ROUNDS // one_in), capture)
+                yield row(name, -(-ROUNDS // one_in), capture, options.get("ops") != "none")
     yield row("after a capture", ROUNDS)
 
 
