@@ -4,8 +4,8 @@
     python -m benchmarks render [--check]
 
 A case that fails becomes a row that says why, the others go on, and the exit status is 1. DIR/suite.json is written
-after each section; render shows the files of benchmarks/results. `rule` runs only where --only names it. `gpus` are two
-GPUs of one host.
+after each section; render shows the files of benchmarks/results. `rule` and `noise` run only where --only names them.
+`gpus` are two GPUs of one host.
 """
 
 from __future__ import annotations

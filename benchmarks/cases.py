@@ -107,6 +107,14 @@ SECTIONS = {
         ),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
         Section("lab", "cpu", ("core_cuda/cpu/**/*", *TORCH, *LAB), ("hash", "statistics"), 600),
+        Section(
+            "noise",
+            "cpu",
+            ("core_cuda/cpu/**/*", *TORCH, *LAB, "common/diptych/lab/data.py"),
+            ("hash", "statistics"),
+            900,
+            default=False,
+        ),
     )
 }
 
@@ -198,6 +206,7 @@ def _cases() -> Iterable[Case]:
     yield Case("lab", "capture", (128, 5, 16, 128))
     yield Case("lab", "diff", (2**30,))
     yield Case("lab", "page", (30, 100))
+    yield Case("noise", "payloads", (512, 6, 4, 256), tuple(RECIPES))
     yield Case("captures", "ops", (2**28,), MEASURES)
     yield Case("captures", "step", (512, 6, 32, 256))
 

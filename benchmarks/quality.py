@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results
-from benchmarks.cases import JAX, TORCH, Section
-from benchmarks.render import DOCS, grid
+from benchmarks.cases import JAX, TORCH, Section, cases_of
+from benchmarks.render import DOCS, Shown, grid
 from benchmarks.sources import digest
 from diptych.common import RECIPES, Recipe
 from diptych.lab import checkpoint
@@ -328,6 +328,13 @@ def _loss(found: dict[int, float | None], seed: int) -> str:
     return "not finite" if final is None else "" if math.isnan(final) else f"{final:.4f}"
 
 
+def noise(folder: Path) -> str:
+    """Returns a table of the noise that recipes add; nothing if the present code was not measured."""
+    rows = Shown(folder).find("noise", cases_of("noise")[0])
+    body = [[name, str(r["payloads"]), f"{100 * r['noise']:.3f} %", f"{r['dB']:.1f}"] for name, r in rows.items()]
+    return grid(["recipe", "payloads", "noise, of the signal's power", "dB"], body) if body else ""
+
+
 def where(lines: list[Line]) -> str:
     """Names the machines, versions and commits of lines."""
     machines = sorted({f"{x['machine']}, {x['versions']}" for x in lines})
@@ -346,7 +353,9 @@ def rendered(folder: Path = results.FOLDER) -> str:
             require_one_code(path, lines)
     env = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     shown = {f.__name__: f for f in (high_precision, by_recipe, every_pair, where)}
-    page = env.from_string(TEXT.read_text()).render(machines=machines, setting=Setting(), goals=GOALS, **shown)
+    page = env.from_string(TEXT.read_text()).render(
+        machines=machines, setting=Setting(), goals=GOALS, noise=noise(folder), **shown
+    )
     return page.strip() + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import random
 import xml.etree.ElementTree
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks import __main__ as suite
 from benchmarks import peers, plots, render, results, room, sources
-from benchmarks.cases import CASES, FP8, GOALS, MEASURES, MOVES, SECTIONS, Case, cases_of
+from benchmarks.cases import CASES, FP8, GOALS, MEASURES, MOVES, PACKED, SECTIONS, Case, cases_of
 from benchmarks.quantizers import quantizers
 from diptych.common import RECIPES
 
@@ -141,7 +142,7 @@ def test_a_lone_op_counts_where_it_runs(tmp_path):
     trees += (listing(tmp_path / "c", "2", "hash"),)
     found = [{name: sources.digest(SECTIONS[name], root) for name in SECTIONS} for root in trees]
     assert all(found[0][name] == found[1][name] for name in ("linear", "jax", "cpu", "jax_cpu", "memory"))
-    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["captures", "lab"]
+    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["captures", "lab", "noise"]
 
 
 def written(tmp_path, stamps: dict[str, str]) -> render.Shown:
@@ -205,6 +206,15 @@ def test_goals_of_the_lab():
     assert 0.02 < found["GB"] < 0.5, "the memory is not that of this process"
     assert not results.misses({"ratio": 1.0, **module.at_most(1.15, 1.15)})
     assert results.misses(module.at_most(1.15, 1.16)) and results.misses(module.at_least(5.0, 4.9))
+
+
+def test_the_noise_of_recipes(monkeypatch):
+    module = importlib.import_module("benchmarks.sections.noise")
+    monkeypatch.setattr(module, "BEFORE", 2)
+    fp8, fp4 = module.rows(Case("noise", "payloads", (64, 1, 2, 32), ("fp8-block", PACKED)), {})
+    assert fp8["payloads"] == 4 * 3 * 2 and fp4["payloads"] == 4 * (3 + 1)  # linears, operands, copies that compare
+    assert 0.0004 < fp8["noise"] < 0.0012 and 0.008 < fp4["noise"] < 0.02  # of normal values: 0.0007 and 0.013
+    assert fp8["dB"] == pytest.approx(-10 * math.log10(fp8["noise"]))
 
 
 def test_a_wrong_result_is_a_row_without_figures(on_the_cpu):
