@@ -45,6 +45,7 @@ from diptych.lab.train import Settings
 PAGE, TEXT = DOCS / "quality.md", Path(__file__).parent / "quality.md"
 FILE = "quality.jsonl"
 FRAMEWORKS = ("torch", "jax")
+BOTH = "both"  # the mean of their losses, seed by seed
 HIGH = "none"
 SEEDS = 4  # the most that one process trains
 GRACE = 20.0  # seconds that a process has after the deadline, in which it may be compiling
@@ -264,6 +265,10 @@ def shared_of(identity: Line) -> Line:
 
 def finals(lines: list[Line], framework: str, recipe: str) -> dict[int, float | None]:
     """Returns the final losses by seed; None where a loss was not finite."""
+    if framework == BOTH:
+        one, other = (finals(lines, f, recipe) for f in FRAMEWORKS)
+        pairs = {seed: (one[seed], other[seed]) for seed in sorted(one.keys() & other.keys())}
+        return {seed: None if None in pair else statistics.fmean(pair) for seed, pair in pairs.items()}  # type: ignore[arg-type]
     return {x["seed"]: x["final"] for x in lines if (x["framework"], x["recipe"]) == (framework, recipe)}
 
 
@@ -292,7 +297,7 @@ def by_recipe(lines: list[Line]) -> str:
     """Returns the table of recipes: mean differences, their intervals, and the verdict on the goal."""
     body = []
     for recipe, goal in GOALS.items():
-        for framework in FRAMEWORKS:
+        for framework in (*FRAMEWORKS, BOTH):
             low = finals(lines, framework, recipe)
             if not low:
                 continue
@@ -310,6 +315,27 @@ def by_recipe(lines: list[Line]) -> str:
                 verdict = VERDICTS[pairs.verdict(goal)] if interval else "a single pair tells nothing"
                 body.append([*cells, str(len(pairs.seeds)), f"{100 * pairs.mean:+.2f} %", shown, verdict])
     return grid(["recipe", "framework", "goal", "pairs", "mean difference", "95 % interval", ""], body)
+
+
+def by_blocks(lines: list[Line]) -> str:
+    """Returns a table of the ways with blocks in high precision, beside the difference that the share of the other
+    blocks would have of that of all blocks."""
+    body = []
+    for way, (recipe, high_blocks) in WAYS.items():
+        of_all, found = (pairs_of(lines, BOTH, name) for name in (_name_of(recipe), way))
+        if high_blocks and of_all and found:
+            layers = lines[0]["identity"]["model"]["layers"]
+            share = (layers - high_blocks) / layers
+            cells = [
+                f"{layers - high_blocks} of {layers}",
+                *(f"{100 * x:+.2f} %" for x in (share * of_all.mean, found.mean)),
+            ]
+            body.append([way, *cells])
+    return grid(["", "blocks", "their share of the difference of all", "mean difference"], body) if body else ""
+
+
+def _name_of(recipe: Recipe) -> str:
+    return next((name for name, way in WAYS.items() if way == (recipe, 0)), "")
 
 
 def every_pair(lines: list[Line]) -> str:
@@ -352,7 +378,7 @@ def rendered(folder: Path = results.FOLDER) -> str:
         for _, lines in found:
             require_one_code(path, lines)
     env = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
-    shown = {f.__name__: f for f in (high_precision, by_recipe, every_pair, where)}
+    shown = {f.__name__: f for f in (high_precision, by_recipe, by_blocks, every_pair, where)}
     page = env.from_string(TEXT.read_text()).render(
         machines=machines, setting=Setting(), goals=GOALS, noise=noise(folder), **shown
     )

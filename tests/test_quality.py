@@ -144,6 +144,28 @@ def test_a_recipe_stays_where_high_precision_was_not_finite():
     assert "| fp8-current | torch | ±0.5 % | 2 | – | – | high precision **not finite** from seed 0 |" in table
 
 
+def test_both_frameworks_and_the_share_of_blocks():
+    def line(framework: str, recipe: str, seed: int, final: float | None) -> dict:
+        identity = {"model": {"layers": 4}}
+        return {"framework": framework, "recipe": recipe, "seed": seed, "final": final, "identity": identity}
+
+    lines = [line(f, "none", seed, 2.0) for f in quality.FRAMEWORKS for seed in range(3)]
+    lines += [line("torch", "nvfp4", 0, 2.04), line("torch", "nvfp4", 1, 2.06), line("torch", "nvfp4", 2, 2.0)]
+    lines += [line("jax", "nvfp4", 0, 2.0), line("jax", "nvfp4", 1, 2.04)]
+    assert quality.finals(lines, quality.BOTH, "nvfp4") == {0: pytest.approx(2.02), 1: pytest.approx(2.05)}
+    half = 12.7062 * 0.75  # Student's t of one degree of freedom, and the standard error of 1 % and 2.5 %
+    assert f"| nvfp4 | both | ±1.5 % | 2 | +1.75 % | {1.75 - half:+.2f} to {1.75 + half:+.2f} %" in quality.by_recipe(
+        lines
+    )
+    assert quality.by_blocks(lines) == ""
+    lines += [line(f, "nvfp4-high-1", 0, 2.03) for f in quality.FRAMEWORKS]
+    lines += [line("torch", "nvfp4-nearest", 0, 2.03), line("jax", "nvfp4-nearest", 0, None)]
+    assert "| nvfp4-high-1 | 3 of 4 | +1.31 % | +1.50 % |" in quality.by_blocks(lines)
+    assert "nearest" not in quality.by_blocks(lines)
+    assert quality.finals(lines, quality.BOTH, "nvfp4-nearest") == {0: None}
+    assert "| nvfp4-nearest | both | ±1.5 % | 1 | – | – | **not finite** from seed 0 |" in quality.by_recipe(lines)
+
+
 def arguments(path, **changes) -> list[str]:
     """Returns arguments of `python -m benchmarks.quality` that give TINY's setting."""
     sizes = {k: getattr(TINY, k) for k in ("seeds", "width", "layers", "heads", "seq", "batch", "steps")} | changes
