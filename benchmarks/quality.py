@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import results
 from benchmarks.cases import JAX, TORCH, Section, cases_of
-from benchmarks.render import DOCS, Shown, grid
+from benchmarks.render import DOCS, Page, Shown, grid
 from benchmarks.sources import digest
 from diptych.common import RECIPES, Recipe
 from diptych.lab import checkpoint
@@ -331,7 +331,11 @@ def by_blocks(lines: list[Line]) -> str:
                 *(f"{100 * x:+.2f} %" for x in (share * of_all.mean, found.mean)),
             ]
             body.append([way, *cells])
-    return grid(["", "blocks", "their share of the difference of all", "mean difference"], body) if body else ""
+    return (
+        grid(["", "quantized blocks", "their share of the difference with all", "mean difference"], body)
+        if body
+        else ""
+    )
 
 
 def _name_of(recipe: Recipe) -> str:
@@ -355,10 +359,18 @@ def _loss(found: dict[int, float | None], seed: int) -> str:
 
 
 def noise(folder: Path) -> str:
-    """Returns a table of the noise that recipes add; nothing if the present code was not measured."""
-    rows = Shown(folder).find("noise", cases_of("noise")[0])
-    body = [[name, str(r["payloads"]), f"{100 * r['noise']:.3f} %", f"{r['dB']:.1f}"] for name, r in rows.items()]
-    return grid(["recipe", "payloads", "noise, of the signal's power", "dB"], body) if body else ""
+    """Returns a table of the noise that recipes add, and its source; nothing if the present code was not measured."""
+    shown = Shown(folder)
+    rows = shown.find("noise", cases_of("noise")[0])
+    if not rows:
+        return ""
+    least = min(r["noise"] for r in rows.values())
+    body = [
+        [name, str(r["payloads"]), f"{100 * r['noise']:.3f} %", f"{r['dB']:.1f}", f"{r['noise'] / least:.1f}"]
+        for name, r in rows.items()
+    ]
+    heads = ["recipe", "payloads", "noise", "signal to noise, dB", "noise, times the least"]
+    return f"{grid(heads, body)}\n\n{Page(shown).source('noise')}"
 
 
 def where(lines: list[Line]) -> str:

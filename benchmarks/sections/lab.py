@@ -83,8 +83,8 @@ def rates(case: Case) -> Iterator[Row]:
 def captured(case: Case, device: str = "cpu") -> Iterator[Row]:
     """Steps of the demo model, in turns of a model that was never captured and of one that is, or was until now.
 
-    A row compares with the other model's steps of the same turns. While operations are recorded, diptych's layers run
-    op by op in all models of the process, so that such rows compare with the steps of the row before.
+    A row compares with the other model's steps of the same turns, but for captures of operations: they make diptych's
+    layers run op by op in all models of the process, and compare with steps of the other model before all captures.
     """
     import torch
 
@@ -111,21 +111,22 @@ def captured(case: Case, device: str = "cpu") -> Iterator[Row]:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    plain = 0.0
-
-    def row(name: str, rounds: int, capture: Any = None, operations: bool = False) -> Row:
-        nonlocal plain
+    def turns(rounds: int, capture: Any = None) -> tuple[float, float]:
         times = [(timed(never), timed(often, capture)) for _ in range(WARM + rounds)]
-        other, taken = (statistics.median(some) for some in zip(*times[WARM:], strict=True))
-        plain = plain if operations else other
+        plain, taken = (statistics.median(some) for some in zip(*times[WARM:], strict=True))
+        return plain, taken
+
+    def row(name: str, plain: float, taken: float) -> Row:
         bound = at_most(bounds[name], taken / plain) if name in bounds else {}
         return {"name": name, "us": taken * 1e6, "plain us": plain * 1e6, "times": taken / plain, **bound}
 
+    before, _ = turns(ROUNDS)
     with tempfile.TemporaryDirectory() as folder:
         for name, (one_in, options) in CAPTURES.items():
             with lab.capture(often._model, out=f"{folder}/{name}", **options) as capture:
-                yield row(name, -(-ROUNDS // one_in), capture, options.get("ops") != "none")
-    yield row("after a capture", ROUNDS)
+                plain, taken = turns(-(-ROUNDS // one_in), capture)
+            yield row(name, plain if options.get("ops") == "none" else before, taken)
+    yield row("after a capture", *turns(ROUNDS))
 
 
 # --- diff ---

@@ -12,11 +12,13 @@ namespace diptych::cpu {
 Status hash(const HashArgs& a, const Execution&) {
   return guarded("hash", [&] {
     constexpr int64_t kPart = 128;  // blocks of a task
+    // One thread reads almost as fast as memory is. More of them wait for cores on which a framework's threads spin.
+    constexpr int64_t kThreaded = 8 << 20;
     const Kernels& simd = kernels();
     const uint8_t* x = a.x.as<const uint8_t>();
     const int64_t bytes = a.x.numel() * diptych::bytes(a.x.dtype), blocks = ceil_div(bytes, kHashBlock);
     std::atomic<uint64_t> sums[2] = {};
-    for_tasks(ceil_div(blocks, kPart), bytes >= 4 * kThreadedElements, [&](int64_t task) {
+    for_tasks(ceil_div(blocks, kPart), bytes >= kThreaded, [&](int64_t task) {
       const int64_t first = task * kPart, end = std::min(blocks, first + kPart), whole = bytes / kHashBlock;
       uint64_t part[2] = {};
       simd.hash(x + first * kHashBlock, first, std::min(end, whole) - first, part);

@@ -20,7 +20,7 @@ struct StatisticsParams {
   Moments* parts;
   double* out;
   bool rounded;                   // the statistics are those of errors
-  const float *result, *largest;  // what x was rounded to; null where there are no elements
+  const float *result, *largest;  // read if `rounded`: what x was rounded to, and the most that it can be
   float beyond;
 };
 

@@ -59,7 +59,7 @@ def test_dtypes_of_the_core(dtype, device):
 def test_large(device):
     """Several tasks and threads, and more blocks than a device takes at once."""
     be = runner.backend(device)
-    for n in (1 << 20, (3 << 20) + 5, (9 << 20) + 1022):
+    for n in (1 << 20, 8 << 20, (9 << 20) + 1022):
         x = drawn(n)
         want = hash_bits(x)
         for threads in (1, 2, 3, 7):
