@@ -239,6 +239,10 @@ def test_results_are_made_in_poisoned_memory():
     assert scalar.isnan()
 
 
+def test_the_page_is_what_render_writes():
+    assert suite.main(["render", "--check"]) == 0
+
+
 class Raising:
     @staticmethod
     def rows(case, _):
