@@ -320,26 +320,15 @@ def by_recipe(lines: list[Line]) -> str:
 def by_blocks(lines: list[Line]) -> str:
     """Returns a table of the ways with blocks in high precision, beside the difference that the share of the other
     blocks would have of that of all blocks."""
-    body = []
-    for way, (recipe, high_blocks) in WAYS.items():
-        of_all, found = (pairs_of(lines, BOTH, name) for name in (_name_of(recipe), way))
-        if high_blocks and of_all and found:
-            layers = lines[0]["identity"]["model"]["layers"]
-            share = (layers - high_blocks) / layers
-            cells = [
-                f"{layers - high_blocks} of {layers}",
-                *(f"{100 * x:+.2f} %" for x in (share * of_all.mean, found.mean)),
-            ]
-            body.append([way, *cells])
-    return (
-        grid(["", "quantized blocks", "their share of the difference with all", "mean difference"], body)
-        if body
-        else ""
-    )
-
-
-def _name_of(recipe: Recipe) -> str:
-    return next((name for name, way in WAYS.items() if way == (recipe, 0)), "")
+    layers, body = lines[0]["identity"]["model"]["layers"], []
+    for name, way in WAYS.items():
+        of_all, found = (pairs_of(lines, BOTH, n) for n in (name.partition("-high-")[0], name))
+        if way.high_blocks and of_all and found:
+            quantized = layers - way.high_blocks
+            expected = quantized / layers * of_all.mean
+            body.append([name, f"{quantized} of {layers}", f"{100 * expected:+.2f} %", f"{100 * found.mean:+.2f} %"])
+    heads = ["", "quantized blocks", "their share of the difference with all", "mean difference"]
+    return grid(heads, body) if body else ""
 
 
 def every_pair(lines: list[Line]) -> str:

@@ -34,11 +34,12 @@ class Tensor(ctypes.Structure):
     def of(cls, operand: Any) -> Tensor:
         if operand is None:
             return cls()
-        if not isinstance(operand, tuple):  # a torch tensor on the CPU
-            code = _core.dtype_table()[str(operand.dtype).removeprefix("torch.")]
-            return cls(operand.data_ptr(), code, operand.ndim, True, (ctypes.c_int64 * 3)(*operand.shape))
-        array, dtype = operand
-        start = array.ctypes.data if array.size else None  # as torch has it
+        if isinstance(operand, tuple):
+            array, dtype = operand
+            start = array.ctypes.data if array.size else None  # as torch has it
+        else:  # a torch tensor on the CPU
+            array, dtype = operand, _core.dtype_table()[str(operand.dtype).removeprefix("torch.")]
+            start = operand.data_ptr()
         return cls(start, dtype, array.ndim, True, (ctypes.c_int64 * 3)(*array.shape))
 
 
