@@ -85,9 +85,16 @@ def simulated(
 
 
 def check(
-    library: ctypes.CDLL, case: Case, *, fast_accum: bool = False, tall: bool = False, dense: bool = False
+    library: ctypes.CDLL,
+    case: Case,
+    *,
+    fast_accum: bool = False,
+    tall: bool = False,
+    dense: bool = False,
+    turn: int = 0,
 ) -> None:
-    problem, seed = case.make(), int(cases.rng_for(f"{case}-seed").integers(1 << 30))
+    """Each `turn` draws other moments at which the hardware acts."""
+    problem, seed = case.make(), int(cases.rng_for(f"{case}-seed-{turn}").integers(1 << 30))
     options = {"fast_accum": fast_accum, "tall": tall, "dense": dense}
     got = simulated(library, case, seed, **options)
     error = np.abs(got.astype(np.float64) - problem.float64())
@@ -268,5 +275,5 @@ def test_faults_are_found(name):
     (case,) = grouped_cases([(fmt, fmt)], groups, [extents], products=["fprop"])
     case = replace(case, out_dtype="bfloat16") if BROKEN[name][0] == STORE else case
     with pytest.raises(AssertionError, match=r"tolerance|deadlock|another order"):
-        for _ in range(5):
-            check(broken, case)
+        for turn in range(5):
+            check(broken, case, turn=turn)

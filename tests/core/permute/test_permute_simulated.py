@@ -106,5 +106,6 @@ BROKEN = {
 def test_faults_are_found(name):
     broken = simulation.built(SOURCE, patch=(SLICES, *BROKEN[name]))
     with pytest.raises(AssertionError, match=r"differ|ended before"):
-        for turn, full in enumerate((0.9, 0, 1.05, 0.9)):
+        # One round of four runs misses the first fault in 2 % of draws.
+        for turn, full in enumerate((0.9, 0, 1.05, 0.9) * 10):
             check(broken, PLANES[0], full, turn)
