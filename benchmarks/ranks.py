@@ -69,6 +69,9 @@ def _work(
             rows.put(row)
     dist.barrier()  # gloo may abort a process whose peer has closed their connection
     dist.destroy_process_group()
+    # Without the interpreter's own end, at which gloo's threads may still be waiting for its lock to release a tensor:
+    # it ends such threads, which aborts the process. All rows have been written by now.
+    os._exit(0)
 
 
 def of_all(value: Any) -> list[Any]:
