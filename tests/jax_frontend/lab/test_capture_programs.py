@@ -8,10 +8,11 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 
-from diptych.common.errors import UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.jax import lab
 from diptych.jax.graph.interpret import Where
 from jax_frontend.lab.captures import recorded
@@ -39,6 +40,36 @@ def test_zeros_of_both_signs_are_different_arguments(tmp_path):
 def test_results_that_are_no_sites_are_compared(tmp_path):
     got = recorded(tmp_path, lambda x: (x.astype(jnp.int4), x + 1j), (X,))
     assert got.meta.plain_bits is True
+
+
+def test_numpy_results_are_compared(tmp_path):
+    got = recorded(tmp_path, lambda x, y: (jnp.tanh(x), y, y * 2, 3), (X, np.ones(3, np.float32)))
+    assert got.meta.plain_bits is True and got.results[0][3] == 3
+
+
+def test_states_of_nnx_are_arguments(tmp_path):
+    """nnx.State and a variable alone are objects of nnx too, without modules."""
+    definition, state = nnx.split(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+    step = jax.jit(jax.value_and_grad(lambda state, x: (nnx.merge(definition, state)(x) ** 2).mean()))
+    got = recorded(tmp_path / "a", step, (state, X))
+    assert got.meta.plain_bits is True and got.names("parameter_grad") == ["bias", "kernel"]
+    got = recorded(tmp_path / "b", lambda v, x: x * v.get_value(), (nnx.Param(jnp.float32(2)), X))
+    assert got.meta.plain_bits is True and jnp.array_equal(got.results[0], 2 * X)
+
+
+def test_calls_that_cannot_be_recorded(tmp_path):
+    run = lab.capture(lambda x, given=None: (x * 2).sum(), out=tmp_path / "trace")
+    for transform in (jax.grad, jax.jit, jax.vmap):
+        with pytest.raises(UnsupportedError, match="called inside of a transformation of JAX"):
+            transform(run)(X)
+    with pytest.raises(ArgumentError, match="for each value of it; got set"):
+        run(X, {1})
+    run.close()
+
+
+def test_constants_that_are_complex(tmp_path):
+    got = recorded(tmp_path, jax.jit(lambda x: (x @ X.T) * 1j), (X,), ops="all")
+    assert got.meta.plain_bits is True and got.names("result") == ["matmul.out"]
 
 
 def test_modules_that_share_parts_are_copied_together(tmp_path):

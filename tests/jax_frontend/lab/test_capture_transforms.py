@@ -132,6 +132,34 @@ def test_while_loop(tmp_path):
         recorded(tmp_path / "b", condition, (variables,), check=False)
 
 
+def test_while_loop_whose_constants_are_no_sites(tmp_path):
+    """What is the same in each iteration does not come from what the loop begins with."""
+
+    def run(up, w):
+        with jax.named_scope("up"):
+            x = X @ up
+        with jax.named_scope("loop"):
+            return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
+
+    got = recorded(tmp_path, jax.jit(run), (jnp.ones((8, 8)), jnp.eye(8)), ops="all")
+    inputs = {name: got.steps[0][f"operand:loop/matmul.{name}"].site.inputs for name in "ab"}
+    assert inputs == {"a": ("result:up/matmul.out",), "b": ()}
+
+
+def test_while_loop_under_vmap(tmp_path):
+    """Examples end in iterations of their own, which the captured function must not change."""
+
+    def run(n, x, w):
+        return jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))
+
+    args = jnp.array([[3, 0], [1, 5]]), X.reshape(2, 2, 8), jnp.eye(8) / 2
+    both = jax.vmap(jax.vmap(run, in_axes=(0, 0, None)), in_axes=(0, 0, None))
+    got = recorded(tmp_path, jax.jit(both), args, ops="all")
+    assert got.meta.plain_bits is True
+    assert got.results[0][0].tolist() == args[0].tolist()
+    assert got.steps[0]["operand:matmul.a"].site.shape == (2, 2, 8)
+
+
 def test_vmap_records_all_examples(tmp_path):
     """The axis of the examples comes first, wherever JAX has put it."""
     model = linen.Dense(3)
@@ -208,6 +236,48 @@ def test_shards(tmp_path, kind):
         got = recorded(tmp_path / "b", jax.jit(jax.value_and_grad(whole)), placed, values="sample")
     close(got.value("activation:model"), X @ kernel)
     close(got.value("activation_grad:model"), 2 * (X @ kernel) / X.size)
+
+
+def test_shards_over_explicit_axes_without_a_mesh_around(tmp_path):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    x, w = (jax.device_put(a, NamedSharding(mesh, P(*p))) for a, p in ((X, ["d", None]), (jnp.ones((8, 3)), [])))
+    got = recorded(tmp_path, jax.jit(jax.grad(lambda w: jnp.tanh(x @ w).sum())), (w,), ops="all")
+    close(got.value("operand:matmul.a"), X)
+
+
+def test_collectives_are_inputs_from_other_shards(tmp_path):
+    """A gradient that all shards have is computed on each; what `ppermute` brings, on the other one."""
+    mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+    model = linen.Dense(8, name="fc")
+    variables = model.init(jax.random.key(0), X)
+
+    def step(v, x):
+        return jax.lax.pmean(jax.grad(lambda v: (model.apply(v, x) ** 2).mean())(v), "d")
+
+    specs: dict = {"mesh": mesh, "in_specs": (P(), P("d"))}
+    got = recorded(tmp_path / "a", jax.jit(jax.shard_map(step, out_specs=P(), **specs)), (variables, X))
+    inputs = got.steps[0]["parameter_grad:kernel"].site.inputs
+    assert set(inputs) == {"activation_grad:model@d=0", "activation_grad:model@d=1"}
+
+    def ring(w, x):
+        for i in range(2):
+            with jax.named_scope(f"s{i}"):
+                x = jax.lax.ppermute(jnp.tanh(x @ w), "d", [(0, 1), (1, 0)])
+        return x
+
+    got = recorded(tmp_path / "b", jax.jit(jax.shard_map(ring, out_specs=P("d"), **specs)), (jnp.eye(8), X), ops="all")
+    for i in range(2):
+        inputs = got.steps[0][f"operand:s1/matmul.a@d={i}"].site.inputs
+        assert set(inputs) == {"result:s0/matmul.out@d=0", "result:s0/matmul.out@d=1"}
+        close(got.value(f"operand:s1/matmul.a@d={i}"), jnp.tanh(got.value(f"result:s0/matmul.out@d={1 - i}")))
+    along = lambda x: jax.lax.psum(x @ jnp.ones((8, 8)), "t") @ jnp.ones((8, 8))  # noqa: E731
+    two = jax.shard_map(along, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d"))
+    got = recorded(tmp_path / "c", jax.jit(two), (jnp.ones((4, 16)),), ops="all")
+    operand = next(
+        o.site for k, o in got.steps[0].items() if k.startswith("operand") and "#1@" not in k and o.site.inputs
+    )
+    assert operand.name.endswith("@d=0"), operand
+    assert all("@d=0" in key for key in operand.inputs) and len(operand.inputs) == 2
 
 
 def test_primitives_that_are_not_known(tmp_path):

@@ -64,6 +64,17 @@ def test_what_does_not_fit():
     assert layout.ways(parameter("a.w", 2, 3, 4), parameter("a/v", 4, 3, 2)) == []
 
 
+def test_held_otherwise():
+    """A transposed convolution's weight is [in, out, ...] in PyTorch, and its kernel [..., in, out] in flax."""
+    for a, b, may in (
+        ((4, 6, 3, 3), (3, 3, 4, 6), True),
+        ((4, 6, 3, 3), (3, 3, 4, 5), False),
+        ((4, 6), (4, 7), False),
+        ((4, 6), (2, 2, 6), True),
+    ):
+        assert layout.held_otherwise(parameter("up.weight", *a), parameter("up/kernel", *b)) is may, (a, b)
+
+
 def test_square():
     a = parameter("w.weight", 4, 4)
     assert layout.ways(a, parameter("w/kernel", 4, 4)) == [None, (1, 0)]

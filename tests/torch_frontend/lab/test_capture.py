@@ -319,3 +319,27 @@ def test_buffers_of_every_quantization_have_names(tmp_path, recipe):
     names = {name for name in results if name.startswith(("quantize", "amax"))}
     assert {"quantize.rowwise_data", "quantize.columnwise_data"} <= names
     assert not any("fused" in name or "out[" in name for name in names)
+
+
+@pytest.mark.parametrize("how", ["assign", "functional_call", "one"])
+def test_replaced_parameters_are_named(tmp_path, how):
+    """What a step uses in the place of the parameters that the model had is not recorded, rather than the old ones."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
+    with lab.capture(model, out=tmp_path / "trace") as t:
+        model(x).sum().backward()
+        t.step()
+        doubled = {n: (2 * p.detach()).requires_grad_() for n, p in model.named_parameters()}
+        with pytest.warns(CaptureWarning, match=r"parameters that others replace are not recorded.*: .*0\.weight"):
+            if how == "functional_call":
+                torch.func.functional_call(model, doubled, (x,)).sum().backward()
+            elif how == "assign":
+                model.load_state_dict(doubled, assign=True)
+            else:
+                model[0].weight = nn.Parameter(doubled["0.weight"].detach())
+            if how != "functional_call":
+                model(x).sum().backward()
+            t.step()
+    first, second = (({o.site.key for o in Trace.open(tmp_path / "trace").ranks[0].step(i)}) for i in range(2))
+    gone = {f"{kind}:{name}" for kind in ("parameter", "parameter_grad") for name in doubled}
+    assert gone <= first
+    assert second & gone == (gone - {"parameter:0.weight", "parameter_grad:0.weight"} if how == "one" else set())

@@ -39,9 +39,11 @@ def ways(a: Site, b: Site) -> list[Axes | None]:
 
 def held_otherwise(a: Site, b: Site) -> bool:
     """Returns whether shapes that cannot be compared may belong to models that compute the same: one of two activations
-    has leading axes of 1, which are broadcast; or a kernel of flax has merged or split axes of a weight."""
+    has leading axes of 1, which are broadcast; or a kernel of flax has merged or split axes of a weight, or those of a
+    transposed convolution, which flax flips besides."""
     if {names.leaf(a), names.leaf(b)} == {"weight", "kernel"}:
-        return a.size == b.size and len(a.shape) != len(b.shape)
+        rank = len(a.shape)
+        return a.size == b.size and (rank != len(b.shape) or (rank > 2 and sorted(a.shape) == sorted(b.shape)))
     apart = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
     if names.is_parameter(a) or len(a.shape) != len(b.shape) or not apart:
         return False

@@ -151,5 +151,5 @@ def copied_nodes(nodes: list[Any]) -> list[Any]:
 
 def nodes_state(tree: Any) -> list[Any]:
     """Returns the arrays of the objects of nnx in a tree."""
-    nodes = filter(is_node, jax.tree.leaves(tree, is_leaf=is_node))
-    return [x for node in nodes for x in jax.tree.leaves(sys.modules["flax.nnx"].state(node))]
+    nodes = list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+    return jax.tree.leaves(sys.modules["flax.nnx"].split(nodes)[1]) if nodes else []

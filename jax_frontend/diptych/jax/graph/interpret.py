@@ -21,7 +21,8 @@ from diptych.common.errors import UnsupportedError
 from diptych.jax.graph import ops
 from diptych.jax.graph.flat import flat, unplaced, unspecified
 from diptych.jax.graph.forward import INLINE, around, forward_code, jaxprs, scanned, transforms
-from diptych.jax.graph.sites import Body, Compound, Leaf, Refs
+from diptych.jax.graph.placed import blank, meets_over, varying, whole
+from diptych.jax.graph.sites import Across, Body, Compound, Leaf, Refs
 from diptych.jax.graph.taps import ROW, SCOPE, called_p, tangent_p, tap_p
 from diptych.jax.primitives.ffi import target
 
@@ -186,6 +187,8 @@ class Interpreter:
             return self._op(eqn, ins, refs, where, made)
         outs = _bound(prim, ins, params)
         every: Refs = frozenset().union(*refs)
+        if met := meets_over(eqn):
+            every = frozenset(Across(r, met) for r in every)
         if where.recomputed or not self._named(eqn, where):
             return outs, [every] * len(outs)
         if prim.name == "name":
@@ -260,7 +263,7 @@ class Interpreter:
         if not dtype or not self._is_site(name, dtype):
             return refs
         x = jnp.asarray(x)
-        axes = frozenset(_varying(x))
+        axes = frozenset(varying(x))
         if tap is not None and tap["order"] != tuple(range(x.ndim)):
             x = x.transpose(tap["order"])
         place = self._leaves, len(made.extras)
@@ -379,7 +382,7 @@ class Interpreter:
 
             def run(*args: Any) -> Any:
                 results = eval_jaxpr(closed.jaxpr, closed.consts, *args)
-                more = [results[count:] if i == number else map(_blank, t) for i, t in enumerate(types)]
+                more = [results[count:] if i == number else map(blank, t) for i, t in enumerate(types)]
                 return [*results[:count], *(x for some in more for x in some)]
 
             return run
@@ -398,16 +401,19 @@ class Interpreter:
         a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         types = closed.out_avals[len(eqn.outvars) :]
 
-        def again(state: Any) -> Any:
+        def going(state: Any) -> Any:
             return eval_jaxpr(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, *ins[:a], *state[0])[0]
 
         def step(state: Any) -> Any:
-            outs = eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0])
-            return *_split(outs, body.extras), state[2] + 1
+            outs, extras = _split(eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0]), body.extras)
+            if (go := going(state)).ndim:  # under vmap: an example whose condition is false stays as it is
+                expanded = [jnp.expand_dims(go, range(go.ndim, x.ndim)) for x in outs]
+                outs = list(map(jnp.where, expanded, outs, state[0]))
+            return outs, extras, state[2] + 1
 
-        start = (list(ins[b:]), [_blank(t) for t in types], jnp.zeros((), jnp.int32))
-        outs, extras, count = jax.lax.while_loop(again, step, start)
-        return made.add(Compound("while", [body], refs[a:], first=[1]), outs, [count, *extras])
+        start = (list(ins[b:]), [blank(t) for t in types], jnp.zeros((), jnp.int32))
+        outs, extras, count = jax.lax.while_loop(lambda state: going(state).any(), step, start)
+        return made.add(Compound("while", [body], refs[a:], first=[1], consts=b - a), outs, [count, *extras])
 
     def _shard_map(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         """Each shard's arrays get an axis in front, over all manual axes of the mesh."""
@@ -478,20 +484,3 @@ def _split(outs: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
 def _stored(x: Any, dtype: str | None) -> Any:
     """Returns bytes as the dtype that they are stored in, other arrays as they are."""
     return x if dtype is None or x.dtype == dtype else jax.lax.bitcast_convert_type(x, jnp.dtype(dtype))
-
-
-def _varying(x: Any) -> Any:
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
-    return getattr(kind, "varying", None) or getattr(jax.typeof(x), "vma", ())
-
-
-def _blank(aval: Any) -> Array:
-    """Returns zeros that vary over the same mesh axes."""
-    zeros, axes = jnp.zeros(aval.shape, aval.dtype), getattr(getattr(aval, "manual_axis_type", None), "varying", ())
-    return jax.lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
-
-
-def whole(x: Array) -> Array:
-    """Returns an array of which no axis is cut over Explicit mesh axes: observing folds axes."""
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)) if any(s is not None for s in spec) else x

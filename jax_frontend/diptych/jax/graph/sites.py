@@ -9,16 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Ref = Any
-"""Where a value comes from: an operand's position, a leaf, or (compound, position of its result)."""
+"""Where a value comes from: an operand's position, a leaf, (compound, position of its result), or `Across`."""
 Refs = frozenset[Ref]
-Deps = frozenset[int]
-"""Numbers of entries that are the nearest recorded ancestors of a value."""
+
+
+class Across(NamedTuple):
+    """What a collective over mesh axes makes of the values that all shards have at `ref`."""
+
+    ref: Ref
+    axes: frozenset[str]
+
+
+@dataclasses.dataclass(eq=False)
+class Met:
+    """The ancestors of a value to which several shards contribute, one after the other."""
+
+    deps: set[Any] = dataclasses.field(default_factory=set)
+
+
+Deps = frozenset[Any]
+"""Numbers of entries that are the nearest recorded ancestors of a value, and `Met`."""
 
 
 class Stacked(list[Any]):
@@ -47,7 +63,8 @@ class Leaf:
 class Compound:
     """An equation with bodies. `kind`: "call", "scan", "cond", "while" or "shard". `operands`: where its operands come
     from. `start`: of its extra results in the body that contains it. `first`: of each body's extra results among its
-    own. Other fields are a scan's, or a shard_map's mesh axes with their lengths."""
+    own. `consts`: how many operands of a scan or while loop are the same in each iteration. Other fields are a scan's,
+    or a shard_map's mesh axes with their lengths."""
 
     kind: str
     bodies: list[Body]
@@ -102,18 +119,22 @@ class Unfolding:
         """Emits all leaves of a body in order. Returns the ancestors of its results."""
         known: dict[Any, Any] = {}
 
+        def one(ref: Ref) -> Any:
+            if isinstance(ref, Across):
+                return place.met((body, ref), ref.axes, at, _flat(one(ref.ref)))
+            return operands[ref] if isinstance(ref, int) else known[ref]
+
         def of(refs: Refs) -> Any:
-            found = [operands[r] if isinstance(r, int) else known[r] for r in refs]
+            found = [one(r) for r in refs]
             return found[0] if len(found) == 1 else frozenset().union(*map(_flat, found))
 
         for node in body.nodes:
             if isinstance(node, Leaf):
-                key = (node, at[place.depth :])
-                deps = place.shared.get(key) if place.leaves_out(node) else None
-                if deps is None:
-                    deps = self.emit(node, start + node.start, at, place.suffix(node), _flat(of(node.refs)))
-                    place.shared[key] = deps
-                known[node] = deps
+                shared = place.where.keys() - node.axes
+                deps, key = place.met(node, shared, at, _flat(of(node.refs))), place.key(node, shared, at)
+                if key not in place.emitted:
+                    place.emitted[key] = self.emit(node, start + node.start, at, place.suffix(node), deps)
+                known[node] = place.emitted[key]
             else:
                 outs = getattr(self, f"_{node.kind}")(
                     node, [of(r) for r in node.operands], start + node.start, at, place
@@ -143,34 +164,43 @@ class Unfolding:
 
     def _while(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
         """The last iteration. What earlier ones computed has the loop's operands as ancestors."""
-        earlier = frozenset().union(*map(_flat, operands))
+        consts, state = operands[: node.consts], operands[node.consts :]
         if self.flags is not None and not self.flags(start)[at]:
-            return [earlier] * len(node.bodies[0].outs)
-        outs = self.body(node.bodies[0], [earlier] * len(operands), start + node.first[0], at, place)
+            return state
+        earlier = frozenset().union(*map(_flat, operands))
+        outs = self.body(node.bodies[0], [*consts, *[earlier] * len(state)], start + node.first[0], at, place)
         return [earlier | _flat(out) for out in outs]
 
     def _shard(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
-        shared: dict[Any, Deps] = {}
-        outs = []
+        emitted, meetings, outs = {}, {}, []
         for number, where in enumerate(itertools.product(*(range(size) for _, size in node.mesh))):
             names = [axis for axis, _ in node.mesh]
-            inner = _Place({**place.where, **dict(zip(names, where, strict=True))}, shared, len(at) + 1)
+            inner = _Place({**place.where, **dict(zip(names, where, strict=True))}, emitted, meetings, len(at) + 1)
             outs.append(self.body(node.bodies[0], operands, start, (*at, number), inner))
         return [frozenset().union(*map(_flat, of_shards)) for of_shards in zip(*outs, strict=True)]
 
 
 @dataclasses.dataclass
 class _Place:
-    """The shard that is unfolded, by mesh axis. `shared`: what `emit` returned for leaves, by the indices of their
-    arrays from `depth` on, which follow the shard's."""
+    """The shard that is unfolded, by mesh axis. `emitted`: what `emit` returned for leaves. `meetings`: what shards
+    contribute to. `depth`: of a leaf's indices, those from there on follow the shard's."""
 
     where: dict[str, int]
-    shared: dict[Any, Deps]
+    emitted: dict[Any, Deps]
+    meetings: dict[Any, Met]
     depth: int = 0
 
-    def leaves_out(self, leaf: Leaf) -> bool:
-        """Whether another shard has the same array."""
-        return any(i for axis, i in self.where.items() if axis not in leaf.axes)
+    def key(self, what: Any, shared: Iterable[str], at: tuple[int, ...]) -> Any:
+        """Returns what names a value here and on the other shards along the axes `shared`."""
+        return what, at[self.depth :], tuple((axis, i) for axis, i in self.where.items() if axis not in shared)
+
+    def met(self, what: Any, shared: Set[str], at: tuple[int, ...], deps: Deps) -> Deps:
+        """Returns the ancestors of a value that has these on this shard, and those of the shards along `shared`."""
+        if shared.isdisjoint(self.where):
+            return deps
+        found = self.meetings.setdefault(self.key(what, shared, at), Met())
+        found.deps |= deps
+        return frozenset([found])
 
     def suffix(self, leaf: Leaf) -> str:
         found = ",".join(f"{axis}={i}" for axis, i in self.where.items() if axis in leaf.axes)
@@ -178,16 +208,41 @@ class _Place:
 
 
 def unfold(body: Body, emit: Emit, flags: Callable[[int], np.ndarray] | None) -> None:
-    """Emits a program's leaves in the order of computation."""
+    """Emits a program's leaves in the order of computation, but shard after shard."""
     nothing: Deps = frozenset()
     operands = [nothing] * (1 + max((r for b in [body] for r in _operands(b)), default=-1))
-    Unfolding(emit, flags).body(body, operands, 0, (), _Place({}, {}))
+    Unfolding(emit, flags).body(body, operands, 0, (), _Place({}, {}, {}))
+
+
+def ordered(deps: Sequence[Deps]) -> Iterator[tuple[int, list[int]]]:
+    """Yields the numbers of entries, and of those that each is computed from: in their order, but none before these."""
+    ancestors, done = [_numbers(d) for d in deps], {}
+    for number in range(len(deps)):
+        todo = [number]
+        while todo:
+            if missing := [] if todo[-1] in done else [a for a in ancestors[todo[-1]] if a not in done]:
+                todo += sorted(missing, reverse=True)
+            elif (n := todo.pop()) not in done:
+                done[n] = len(done)
+                yield n, sorted(ancestors[n], key=done.__getitem__)
+
+
+def _numbers(deps: Deps) -> set[int]:
+    found, seen, todo = set(), set(), list(deps)
+    while todo:
+        if not isinstance(one := todo.pop(), Met):
+            found.add(one)
+        elif one not in seen:
+            seen.add(one)
+            todo += one.deps
+    return found
 
 
 def _operands(body: Body) -> list[int]:
     refs = [n.refs for n in body.nodes if isinstance(n, Leaf)]
     refs += [r for n in body.nodes if isinstance(n, Compound) for r in n.operands]
-    return [r for some in (*refs, *body.outs) for r in some if isinstance(r, int)]
+    origins = (r.ref if isinstance(r, Across) else r for some in (*refs, *body.outs) for r in some)
+    return [r for r in origins if isinstance(r, int)]
 
 
 def _flat(deps: Any) -> Deps:

@@ -58,10 +58,10 @@ class Walk:
         return eqn
 
     def constant(self, v: Any) -> float | None:
-        """Returns the value of a scalar constant, which shard_map spreads over mesh axes; None for other variables."""
+        """Returns the value of a real scalar constant, which shard_map spreads over mesh axes; None for all else."""
         if (e := self.made(v, *_SPREADS)) is not None:
             v = e.invars[0]
-        return float(v.val) if literal(v) and np.ndim(v.val) == 0 else None
+        return float(v.val) if literal(v) and np.ndim(v.val) == 0 and not np.iscomplexobj(v.val) else None
 
     def filled(self, v: Any) -> float | None:
         """Returns the value of an array whose elements are all one constant; None for other variables."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import pathlib
 from collections.abc import Callable
 from importlib import metadata
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.jax.functional.hash import hash
@@ -75,9 +77,14 @@ class Capture:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function. **Raises** ValueError after `close`, NotImplementedError if something in it cannot be
-        recorded."""
+        recorded or it is called while JAX traces, TypeError for an argument that is no array and has no hash."""
         if self._closed:
             raise ValueError("capture: it is closed")
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise UnsupportedError(
+                "capture: the function that it returned was called inside of a transformation of JAX; capture what "
+                "jax.jit, jax.grad, jax.vmap or the like return, not what they transform"
+            )
         step = self.step
         self.step += 1
         if step % self._options.every:
@@ -107,6 +114,14 @@ class Capture:
 
     def _program(self, call: Call) -> Program:
         key = call.key
+        for _, x in call.static:
+            try:
+                builtins.hash(x)
+            except TypeError as e:
+                raise ArgumentError(
+                    f"capture: an argument that is no array must have a hash, since the function is traced for each "
+                    f"value of it; got {type(x).__name__}"
+                ) from e
         if key not in self._traced:
             self._traced[key] = jax.jit(call.flat(self._fn, self._tracing, self._report))
         with self._tracing():
@@ -139,8 +154,12 @@ def _bits(tree: Any) -> list[Any]:
 
 
 def _bits_of(x: Any) -> Any:
+    if isinstance(x, np.ndarray | np.generic):
+        if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+            return x.tobytes()  # a traced function returns another dtype
+        x = jnp.asarray(x)
     if not isinstance(x, jax.Array):
-        return x.tobytes() if isinstance(x, np.ndarray | np.generic) else x
+        return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return _bits_of(jax.random.key_data(x))
     return np.asarray(hash(x) if is_recorded(str(x.dtype)) else x).tobytes()

@@ -16,8 +16,9 @@ import numpy as np
 
 from diptych.jax.graph.arguments import Results
 from diptych.jax.graph.flat import unspecified
-from diptych.jax.graph.interpret import Interpreter, whole
-from diptych.jax.graph.sites import Body, Deps, Leaf, unfold
+from diptych.jax.graph.interpret import Interpreter
+from diptych.jax.graph.placed import whole
+from diptych.jax.graph.sites import Body, Deps, Leaf, ordered, unfold
 from diptych.jax.lab import functions
 from diptych.jax.lab.statistics import decoded, observed
 from diptych.jax.lab.taps import is_site
@@ -142,11 +143,10 @@ def unfolded(
     body: Body, flags: Callable[[int], np.ndarray] | None, numbers: list[tuple[Site, int]] | None = None
 ) -> list[_Found]:
     """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
-    found, calls, open_ = [], common.Calls(), collections.defaultdict(list)
+    emitted, ancestors, calls, open_ = [], [], common.Calls(), collections.defaultdict(list)
 
     def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
-        inputs = tuple(found[i][0].site.key for i in sorted(deps))
-        site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, inputs)  # type: ignore[arg-type]
+        site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, ())  # type: ignore[arg-type]
         if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
             if not (of := open_[leaf.tap, at, suffix]):
                 what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
@@ -157,10 +157,16 @@ def unfolded(
         else:
             site = dataclasses.replace(site, operation=leaf.operation)
             open_[leaf.tap, at, suffix].append(site.call)
-        found.append((_Found(site, start, at), leaf.number))
-        return frozenset([len(found) - 1])
+        emitted.append((_Found(site, start, at), leaf.number))
+        ancestors.append(deps)
+        return frozenset([len(emitted) - 1])
 
     unfold(body, emit, flags)
+    found = []
+    for i, inputs in ordered(ancestors):
+        entry, number = emitted[i]
+        site = dataclasses.replace(entry.site, inputs=tuple(emitted[j][0].site.key for j in inputs))
+        found.append((entry._replace(site=site), number))
     found = _parameter_gradients_last(found)
     if numbers is not None:
         numbers += [(f.site, number) for f, number in found]

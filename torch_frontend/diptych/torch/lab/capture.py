@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
+from diptych.lab.diff.names import few
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import compiled, functions, own_ops, statistics, taps
@@ -388,7 +389,10 @@ class Capture:
         self._budget = self._writer.budget()
         if (recipe := get_autocast_recipe()) is not None and self._writer.meta.recipe is None:
             self._writer.note(recipe=repr(recipe))
-        seen = [self._see("parameter", name, 0, p) for name, p in self._parameters.items()]
+        held = taps.held({plain(n): p for n, p in self._model.named_parameters()}, self._parameters)
+        if gone := [name for name in self._parameters if name not in held]:
+            self._warn(f"parameters that others replace are not recorded, nor their gradients: {few(gone)}")
+        seen = [self._see("parameter", name, 0, p) for name, p in held.items()]
         self._first = [s for s in seen if s is not None]
 
     def _note_compiled(self, compiled: bool) -> None:
@@ -472,10 +476,8 @@ class Capture:
     def _warn_of_gradients(self) -> None:
         trained = any(p.requires_grad and not hasattr(p, "main_grad") for p in self._parameters.values())
         if trained and not self._last and any(s.kind == "activation_grad" for s in self._seen.values()):
-            self._warn(
-                "gradients of activations came, and none of a parameter: torch.autograd.grad runs no hooks of "
-                "parameters; use backward()"
-            )
+            why = "torch.autograd.grad runs no hooks of parameters; use backward()"
+            self._warn(f"gradients of activations came, and none of a parameter that is recorded: {why}")
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:

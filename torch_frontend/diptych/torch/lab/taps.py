@@ -129,6 +129,11 @@ class Modules:
 # --- tensors ---
 
 
+def held(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns those parameters that a model still has. fully_shard exchanges DTensors while it runs, and keeps them."""
+    return {n: p for n, p in before.items() if now.get(n) is p or hasattr(p, "to_local")}
+
+
 def local(x: Tensor) -> Tensor:
     """Returns what this rank holds of a DTensor, other tensors as they are."""
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
