@@ -168,6 +168,12 @@ def partial_rotary(q, k, cos, sin):
     )
 
 
+def narrow_rotary(q, k, cos, sin, unsqueeze_dim=1):
+    """As GPT-NeoX has it: the angles are those of the part that is rotated."""
+    cos, sin, n = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), cos.shape[-1]
+    return tuple([torch.cat((x[..., :n] * cos + _halves(x[..., :n]) * sin, x[..., n:]), -1) for x in (q, k)])
+
+
 def other_rotary(x, cos, sin):
     return x * cos + _halves(x) * sin, x
 
@@ -178,6 +184,7 @@ def other_rotary(x, cos, sin):
         (plain_rotary, (2, 3, 8), [("rotary", {"interleaved": False})] * 2),
         (interleaved_rotary, (2, 4, 8), [("rotary", {"interleaved": True})] * 2),
         (partial_rotary, (2, 4, 3, 8), [("mul", {}), ("mul", {}), ("add", {})] * 2),
+        (narrow_rotary, (2, 3, 4), [("mul", {}), ("mul", {}), ("add", {})] * 2),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

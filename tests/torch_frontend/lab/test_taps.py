@@ -189,3 +189,43 @@ def test_transforms_of_functions_and_lazy_modules_are_refused(tmp_path):
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(NotImplementedError, match="'0' has parameters that"), lab.capture(lazy, out=tmp_path / "u"):
         pass
+
+
+def test_gradients_are_recorded_before_hooks_that_change_them(tmp_path):
+    """Hooks that were there before the capture may scale a gradient, or step an optimizer and remove it."""
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    model(x).sum().backward()
+    want = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    seen = []
+
+    def step(p):
+        seen.append(p.grad.clone())
+        p.grad.mul_(100)
+        torch.optim.SGD([p], 1e-3).step()
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    found = backward_and_step(model, x, tmp_path / "trace", values="full")
+    assert len(seen) == 2 and all(p.grad is None for p in model.parameters())
+    for name, gradient in want.items():
+        bits = found[f"parameter_grad:{name}"].values.tensor.bits
+        assert torch.equal(torch.from_numpy(bits.copy()).view(torch.float32), gradient)
+    assert [list(p._post_accumulate_grad_hooks.values()) for p in model.parameters()] == [[step], [step]]
+    for handle in handles:
+        handle.remove()
+
+
+def test_sizes_that_a_module_returns_stay_sizes(tmp_path):
+    model = Calls(lambda m, x: m.part(x)[0] / m.part(x)[1].numel(), part=Of(lambda x: (x * 2, x.shape)))
+    assert "activation:part[0]" in backward_and_step(model, torch.randn(2, 4, requires_grad=True), tmp_path / "trace")
+
+
+def test_nested_tensors_are_named_and_left_alone(tmp_path):
+    padded = lambda x: torch.nested.to_padded_tensor(x, 0.0)  # noqa: E731
+    x = torch.randn(2, 3, 4)
+    nested = lambda: torch.nested.nested_tensor([x[0], x[1, :2]])  # noqa: E731
+    model = Calls(lambda m, _: padded(m.linear(nested())), linear=nn.Linear(4, 4))
+    with pytest.warns(CaptureWarning, match="activation linear is not recorded: traces cannot hold a nested tensor"):
+        found = backward_and_step(model, x, tmp_path / "trace")
+    assert {"activation:model", "parameter_grad:linear.weight"} <= set(found) and "activation:linear" not in found

@@ -225,10 +225,7 @@ class Capture:
             stack.callback(taps.attach(self._modules, self, ops))
             for name, p in self._parameters.items():
                 if p.requires_grad:
-                    handle = p.register_post_accumulate_grad_hook(lambda p, name=name: self._parameter_grad(name, p))
-                    stack.callback(handle.remove)
-                    # An earlier hook may be an optimizer, which changes the parameter and removes its gradient.
-                    p._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+                    stack.callback(taps.hook_first(p, lambda p, name=name: self._parameter_grad(name, p)).remove)
             if ops:
                 observer = own_ops.Observer(self._place_of_op, self._see_all, self._warn, self._with_statistics)
                 register.OBSERVERS.append(observer)
@@ -420,8 +417,10 @@ class Capture:
         with torch.no_grad():
             x = _dense(taps.local(x.detach()))
             dtype = statistics.dtype_name(x.dtype)
-            if dtype is None or type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
-                what = str(x.dtype) if dtype is None else f"a {type(x).__name__}, {x.layout}"
+            plain_layout = x.layout is torch.strided and not x.is_nested
+            if dtype is None or type(x) not in (Tensor, nn.Parameter) or not plain_layout:
+                kind_of = "nested tensor" if x.is_nested else f"{type(x).__name__}, {x.layout}"
+                what = str(x.dtype) if dtype is None else f"a {kind_of}"
                 self._warn(f"{kind} {name} is not recorded: traces cannot hold {what}")
                 return None
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -474,7 +473,8 @@ class Capture:
         return entries
 
     def _warn_of_gradients(self) -> None:
-        trained = any(p.requires_grad and not hasattr(p, "main_grad") for p in self._parameters.values())
+        recorded = [self._parameters[s.site.name] for s in self._first if s.site.name in self._parameters]
+        trained = any(p.requires_grad and not hasattr(p, "main_grad") for p in recorded)
         if trained and not self._last and any(s.kind == "activation_grad" for s in self._seen.values()):
             why = "torch.autograd.grad runs no hooks of parameters; use backward()"
             self._warn(f"gradients of activations came, and none of a parameter that is recorded: {why}")

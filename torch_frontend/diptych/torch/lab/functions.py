@@ -216,6 +216,8 @@ def _broadcast(named: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
     """Returns whether a function pairs neighbors, by what it does to small tensors of the same dtypes and ranks on the
     CPU; None if it is not the table's operation."""
+    if len({named[name].shape[-1] for name in ("q", "k", "cos", "sin")}) > 1:
+        return None  # it rotates a part of each head
     small = dict(named)
     for i, name in enumerate(("q", "k", "cos", "sin")):
         shape = [min(n, 8) for n in named[name].shape]

@@ -139,6 +139,16 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
 
 
+def hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Adds a hook that gets a parameter's sum of gradients, before those that are there: one may be an optimizer, which
+    changes the parameter and removes its gradient. Returns the hook's handle."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    others = {number: hooks.pop(number) for number in list(hooks) if number != handle.id}
+    hooks.update(others)  # autograd knows the order in which they were added, and not that of `move_to_end`
+    return handle
+
+
 class _Identity(torch.autograd.Function):
     """Only traced. The copy is none in the compiled code; in the graph it lets the caller write to the result."""
 
@@ -206,7 +216,8 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     def tap(x: Tensor, place: str) -> Tensor:
         nonlocal replaced
         ticket = recorder.forward(key, x, place, True)
-        if x.requires_grad and torch.is_grad_enabled():
+        # Functions of autograd take no nested tensors, unless these are jagged.
+        if x.requires_grad and torch.is_grad_enabled() and not (x.is_nested and x.layout is torch.strided):
             replaced = True
             if _shared(x, given):  # autograd must see what the caller writes to it
                 x = x.view_as(x)
@@ -288,7 +299,7 @@ def mapped(
     """
     if isinstance(value, Tensor):
         return tap(value, place)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, torch.Size)):
         return value
     children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
     if len(children) == 1 and children[0] is value:
