@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +300,8 @@ def test_float64(tmp_path):
 
 def test_the_device_is_the_one_that_ran(tmp_path, monkeypatch):
     """meta.json names the device that holds the arguments, which need not be the default device."""
-    monkeypatch.setattr("diptych.jax.lab.capture._device", lambda: "cuda")
+    module = importlib.import_module("diptych.jax.lab.capture")  # as an attribute of the package, it is the function
+    monkeypatch.setattr(module, "_device", lambda: "cuda")
     with lab.capture(jnp.sin, out=tmp_path / "t") as run:
         assert Trace.open(tmp_path / "t").meta.device == "cuda"
         run(jax.device_put(jnp.ones(4), jax.devices("cpu")[0]))

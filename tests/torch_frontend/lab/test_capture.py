@@ -323,7 +323,7 @@ def test_buffers_of_every_quantization_have_names(tmp_path, recipe):
 
 @pytest.mark.parametrize("how", ["assign", "functional_call", "one"])
 def test_replaced_parameters_are_named(tmp_path, how):
-    """What a step uses in the place of the parameters that the model had is not recorded, rather than the old ones."""
+    """A parameter that another one replaces is named in a warning, and neither of the two is recorded in that step."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
     with lab.capture(model, out=tmp_path / "trace") as t:
         model(x).sum().backward()

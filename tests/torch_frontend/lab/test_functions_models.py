@@ -169,7 +169,7 @@ def partial_rotary(q, k, cos, sin):
 
 
 def narrow_rotary(q, k, cos, sin, unsqueeze_dim=1):
-    """As GPT-NeoX has it: the angles are those of the part that is rotated."""
+    """Rotates the first elements of each head, as many as `cos` and `sin` have, as GPT-NeoX does."""
     cos, sin, n = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), cos.shape[-1]
     return tuple([torch.cat((x[..., :n] * cos + _halves(x[..., :n]) * sin, x[..., n:]), -1) for x in (q, k)])
 

@@ -399,15 +399,16 @@ class Interpreter:
             raise UnsupportedError("capture: sites inside of the condition of a while loop are not supported")
         closed, body = self._inner(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts, where)
         a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        types = closed.out_avals[len(eqn.outvars) :]
+        types, batch_axes = closed.out_avals[len(eqn.outvars) :], p["cond_jaxpr"].out_avals[0].ndim
 
         def going(state: Any) -> Any:
             return eval_jaxpr(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, *ins[:a], *state[0])[0]
 
         def step(state: Any) -> Any:
             outs, extras = _split(eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0]), body.extras)
-            if (go := going(state)).ndim:  # under vmap: an example whose condition is false stays as it is
-                expanded = [jnp.expand_dims(go, range(go.ndim, x.ndim)) for x in outs]
+            if batch_axes:  # of vmap: an example whose condition is false stays as it is
+                go = going(state)
+                expanded = [jnp.expand_dims(go, range(batch_axes, x.ndim)) for x in outs]
                 outs = list(map(jnp.where, expanded, outs, state[0]))
             return outs, extras, state[2] + 1
 

@@ -17,7 +17,8 @@ def varying(x: Any) -> Any:
 
 
 def meets_over(eqn: Any) -> frozenset[str]:
-    """Returns the manual axes over which an equation mixes what shards have: a collective's."""
+    """Returns the manual mesh axes along which an equation combines values of several shards: none, unless it is a
+    collective."""
     if eqn.primitive.name in ("pvary", "pcast", "axis_index"):
         return frozenset()
     given = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
@@ -26,7 +27,7 @@ def meets_over(eqn: Any) -> frozenset[str]:
 
 
 def blank(aval: Any) -> Array:
-    """Returns zeros that vary over the same mesh axes."""
+    """Returns zeros of a shape and dtype, which vary over the same manual axes as the array type `aval`."""
     zeros, axes = jnp.zeros(aval.shape, aval.dtype), getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     return jax.lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
@@ -34,5 +35,6 @@ def blank(aval: Any) -> Array:
 def whole(x: Array) -> Array:
     """Returns an array of which no axis is cut over Explicit mesh axes: observing folds axes."""
     now = jax.typeof(x).sharding
-    no_cut = NamedSharding(now.mesh, PartitionSpec(*[None] * x.ndim))
-    return jax.sharding.reshard(x, no_cut) if any(s is not None for s in now.spec) else x
+    if all(axes is None for axes in now.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(now.mesh, PartitionSpec(*[None] * x.ndim)))

@@ -20,7 +20,7 @@ Refs = frozenset[Ref]
 
 
 class Across(NamedTuple):
-    """What a collective over mesh axes makes of the values that all shards have at `ref`."""
+    """Where the result of a collective comes from: the value at `ref` on every shard along the mesh axes `axes`."""
 
     ref: Ref
     axes: frozenset[str]
@@ -28,13 +28,13 @@ class Across(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Met:
-    """The ancestors of a value to which several shards contribute, one after the other."""
+    """The ancestors of one value on several shards. Shards are unfolded in turn, and each adds its own to `deps`."""
 
     deps: set[Any] = dataclasses.field(default_factory=set)
 
 
 Deps = frozenset[Any]
-"""Numbers of entries that are the nearest recorded ancestors of a value, and `Met`."""
+"""The nearest recorded ancestors of a value: numbers of entries, and a `Met` for what other shards may still add."""
 
 
 class Stacked(list[Any]):
@@ -182,8 +182,8 @@ class Unfolding:
 
 @dataclasses.dataclass
 class _Place:
-    """The shard that is unfolded, by mesh axis. `emitted`: what `emit` returned for leaves. `meetings`: what shards
-    contribute to. `depth`: of a leaf's indices, those from there on follow the shard's."""
+    """The shard that is unfolded, by mesh axis. `emitted`: what `emit` returned for leaves. `meetings`: the
+    ancestors to which several shards add. `depth`: of a leaf's indices, those from there on follow the shard's."""
 
     where: dict[str, int]
     emitted: dict[Any, Deps]
@@ -191,11 +191,12 @@ class _Place:
     depth: int = 0
 
     def key(self, what: Any, shared: Iterable[str], at: tuple[int, ...]) -> Any:
-        """Returns what names a value here and on the other shards along the axes `shared`."""
+        """Returns a key of the value `what`, which this shard and those along the axes `shared` have in common."""
         return what, at[self.depth :], tuple((axis, i) for axis, i in self.where.items() if axis not in shared)
 
     def met(self, what: Any, shared: Set[str], at: tuple[int, ...], deps: Deps) -> Deps:
-        """Returns the ancestors of a value that has these on this shard, and those of the shards along `shared`."""
+        """Adds `deps`, this shard's ancestors of the value `what`, to those of the shards along the axes `shared`, and
+        returns all of them. Without such axes they are `deps` alone."""
         if shared.isdisjoint(self.where):
             return deps
         found = self.meetings.setdefault(self.key(what, shared, at), Met())
@@ -215,7 +216,10 @@ def unfold(body: Body, emit: Emit, flags: Callable[[int], np.ndarray] | None) ->
 
 
 def ordered(deps: Sequence[Deps]) -> Iterator[tuple[int, list[int]]]:
-    """Yields the numbers of entries, and of those that each is computed from: in their order, but none before these."""
+    """Yields each entry's number and its ancestors' numbers, every entry after its ancestors, else as numbered.
+
+    **Arguments:** `deps`: the ancestors of each entry, by its number.
+    """
     ancestors, done = [_numbers(d) for d in deps], {}
     for number in range(len(deps)):
         todo = [number]
@@ -228,6 +232,7 @@ def ordered(deps: Sequence[Deps]) -> Iterator[tuple[int, list[int]]]:
 
 
 def _numbers(deps: Deps) -> set[int]:
+    """Returns the numbers of entries among ancestors, with those that shards have added."""
     found, seen, todo = set(), set(), list(deps)
     while todo:
         if not isinstance(one := todo.pop(), Met):

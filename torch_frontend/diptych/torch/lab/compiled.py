@@ -242,8 +242,8 @@ class Caller(TorchFunctionMode):
         return getattr(torch.ops.diptych, name).default(*args, **kwargs, lab_call=call)
 
 
-# Where a graph breaks, functions of the model run as eager code with a caller on the stack. If this code were compiled
-# alone, its guards would take one getter of tensors for another.
+# Where a graph breaks, functions of the model run as eager code with a caller on the stack. If Dynamo then compiled
+# this method as a function of its own, its guards would take one getter of tensors, such as `shape`, for another.
 torch._dynamo.eval_frame.skip_code(Caller.__torch_function__.__code__)
 
 

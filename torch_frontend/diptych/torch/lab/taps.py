@@ -130,7 +130,10 @@ class Modules:
 
 
 def held(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns those parameters that a model still has. fully_shard exchanges DTensors while it runs, and keeps them."""
+    """Returns those of the parameters `before` that the model still has, by their names. `now`: those that it has.
+
+    DTensors count as held: `fully_shard` puts other tensors in their place while a module runs, then them back.
+    """
     return {n: p for n, p in before.items() if now.get(n) is p or hasattr(p, "to_local")}
 
 
