@@ -263,7 +263,7 @@ def _torch(model: str) -> Iterator[Fault]:
     yield fault(
         "doubled activation", "activation_grad", at.stack + ".0" + ("[0]" if at.tuples else ""), plant=_double_input(at)
     )
-    yield fault("reduction", "activation_grad", "model", "lm_head", "classifier", "loss", reduction="sum")
+    yield fault("reduction", "activation_grad", "(model)", "lm_head", "classifier", "loss", reduction="sum")
     yield fault("stale", "parameter", weight, plant=_older(weight))
     yield call("cached", at.biased, at.biased, shadow("weight", lambda m: (m.weight * OLDER).detach()))
 
@@ -362,7 +362,7 @@ def _flax(model: str) -> Iterator[Fault]:
         "doubled parameter", kernel, at.dense_class, at.biased, flax_param("kernel", double), "parameter_grad"
     )  # fmt: skip
     yield fault("doubled activation", "activation_grad", stack + "/0[0]", plant=_flax_double_input(at, layer))
-    yield fault("reduction", "activation_grad", "model", "lm_head", "classifier", "loss", reduction="sum")
+    yield fault("reduction", "activation_grad", "(model)", "lm_head", "classifier", "loss", reduction="sum")
     path = (layer + kernel).replace(".", "/")
     yield fault("stale", "parameter", path, change=(path, lambda p: p * OLDER))
     yield call(

@@ -19,23 +19,28 @@ from .models import Pair
 from .wide import wide
 
 
-def trace(pair: Pair, framework: str, dtype: str, folder: pathlib.Path, fault: Fault | None = None) -> Trace:
+def trace(
+    pair: Pair, framework: str, dtype: str, folder: pathlib.Path, fault: Fault | None = None, ops: str = "own"
+) -> Trace:
     """Records one step's loss and gradients, all values whole. float64 is the models' definition, see `wide`."""
     exact = dtype == "float64"
     with jax.enable_x64(exact), wide() if exact else contextlib.nullcontext():
         record = _torch if framework == "torch" else _flax
-        record(pair, dtype, folder, fault or Fault("", pair.name, framework, "", ()))
+        record(pair, dtype, folder, fault or Fault("", pair.name, framework, "", ()), ops)
     return Trace.open(folder)
 
 
-def _torch(pair: Pair, dtype: str, folder: pathlib.Path, fault: Fault) -> None:
+def _torch(pair: Pair, dtype: str, folder: pathlib.Path, fault: Fault, ops: str) -> None:
     model = pair.torch(getattr(torch, dtype))
-    with fault.plant(model), torch_lab.capture(model, out=folder, values="full", statistics=False) as t:
+    with (
+        fault.plant(model),
+        torch_lab.capture(model, out=folder, values="full", statistics=False, ops=ops) as t,
+    ):
         pair.torch_loss(model, fault.reduction).backward()
         t.step()
 
 
-def _flax(pair: Pair, dtype: str, folder: pathlib.Path, fault: Fault) -> None:
+def _flax(pair: Pair, dtype: str, folder: pathlib.Path, fault: Fault, ops: str) -> None:
     model, params = pair.flax(jnp.dtype(dtype))
 
     def loss(params: Any) -> Any:
@@ -43,6 +48,6 @@ def _flax(pair: Pair, dtype: str, folder: pathlib.Path, fault: Fault) -> None:
 
     with (
         fault.plant(None),
-        jax_lab.capture(jax.value_and_grad(loss), folder, values="full", statistics=False, check=False) as run,
+        jax_lab.capture(jax.value_and_grad(loss), folder, values="full", statistics=False, check=False, ops=ops) as run,
     ):
         run(fault.changed(params))

@@ -236,4 +236,4 @@ def _places(model: torch.nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def canonical(site: str) -> str:
     """One spelling for both frameworks: parts end at "/", and a tuple's first tensor has the tuple's name."""
-    return site.replace(".", "/").removesuffix("[0]").removesuffix('["logits"]') or "(whole)"
+    return site.replace(".", "/").removesuffix("[0]").removesuffix('["logits"]') or "(model)"

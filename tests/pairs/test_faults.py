@@ -45,7 +45,7 @@ def test_the_first_difference_is_at_the_named_site(fault):
     changes = {n: x for n, x in changes.items() if n not in pair.vanishing}
     change = max(change, *changes.values(), 0)
     assert change > 1e-9, "the fault changes nothing"
-    sites = {canonical(site) for site in fault.sites} | ({"(whole)"} if "model" in fault.sites else set())
+    sites = {canonical(site) for site in fault.sites}
     where = first(found_values, values)
     if fault.kind == "activation":
         assert where in sites

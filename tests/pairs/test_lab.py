@@ -64,6 +64,24 @@ def test_nothing_differs_by_definition_and_rounding_is_green(name, seed):
     assert not result.ambiguous
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_of_both_frameworks_are_paired(name, tmp_path):
+    """Each framework cuts its modules into operations of its own; none that is paired is a finding."""
+    pair = draw(name, 0)
+    sides = [
+        [trace(pair, framework, dtype, tmp_path / framework / dtype, ops="all") for dtype in ("float32", "float64")]
+        for framework in ("torch", "jax")
+    ]
+    result = compared(*sides)
+    assert result.status == "green" and not result.first
+    operations = collections.Counter(row.a.rpartition("/")[2].partition("#")[0] for row in result.rows)
+    layers = pair.config.num_hidden_layers
+    least = {"linear.out": 4 * layers, "linear.weight": 4 * layers, "softmax.out": layers, "matmul.out": 0}
+    least["matmul.out"] = 0 if name == "llama" else layers  # Llama's heads are as wide as the sequence is long
+    assert {n: count for n, count in least.items() if operations[n] < count} == {}
+    assert all(row.transposed for row in result.rows if row.a.endswith("/linear.weight"))
+
+
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=[pytest.mark.sampled] if f.framework == "jax" else []) for f in FAULTS], ids=str
 )

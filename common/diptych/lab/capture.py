@@ -25,8 +25,8 @@ from diptych.lab.traces.statistics import decibels, logarithm
 
 HASH = "diptych-128"
 """The name of the core's hash in a trace's meta.json."""
-MODEL = "model"
-"""The name of the whole model's output; a module's own path is empty there."""
+MODEL = "(model)"
+"""The name of a whole model, whose path is empty. Parentheses keep it apart from a child that is called "model"."""
 EVERYTHING: dict[str, Any] = {"values": "full", "budget": 2**61, "ops": "all", "statistics": False}
 """Options of a capture from which every operation can be computed again."""
 

@@ -57,8 +57,8 @@ def test_linen_training_step(tmp_path):
 
     names = [f"{layer}/{p}" for layer in ("down", "up") for p in ("bias", "kernel")]
     assert got.names("parameter") == got.names("parameter_grad") == names
-    assert got.names("activation") == ["up", "down", "model"] and got.names("activation_grad") == [
-        "model",
+    assert got.names("activation") == ["up", "down", "(model)"] and got.names("activation_grad") == [
+        "(model)",
         "down",
         "up",
     ]
@@ -67,8 +67,8 @@ def test_linen_training_step(tmp_path):
     loss = lambda p, up, down: (plain_mlp(p, X, up, down)[1] ** 2).mean()  # noqa: E731
     of_params, of_up, of_down = jax.grad(loss, (0, 1, 2))(params, *zeros)
     up, down = plain_mlp(params, X)
-    for key, want in (("activation:up", up), ("activation:down", down), ("activation:model", down),
-                      ("activation_grad:up", of_up), ("activation_grad:model", of_down),
+    for key, want in (("activation:up", up), ("activation:down", down), ("activation:(model)", down),
+                      ("activation_grad:up", of_up), ("activation_grad:(model)", of_down),
                       ("result:loss", (down**2).mean())):  # fmt: skip
         close(got.value(key), want)
     for name in names:
@@ -77,7 +77,7 @@ def test_linen_training_step(tmp_path):
         close(got.value(f"parameter_grad:{name}"), of_params[layer][p])
     inputs = {key: set(o.site.inputs) for key, o in got.steps[0].items()}
     assert inputs["activation:down"] == {"activation:up", "parameter:down/kernel", "parameter:down/bias"}
-    assert inputs["activation:model"] == {"activation:down"} and inputs["result:loss"] == {"activation:model"}
+    assert inputs["activation:(model)"] == {"activation:down"} and inputs["result:loss"] == {"activation:(model)"}
     assert inputs["parameter_grad:up/kernel"] == {"activation_grad:up"}  # and x, which is no site
     assert inputs["parameter_grad:down/kernel"] == {"activation:up", "activation_grad:down"}
 
@@ -121,8 +121,8 @@ def test_nnx_training_step(tmp_path):
     same_bits(nnx.state(ours[:2]), nnx.state(plain[:2]))
     assert got.retraces == 1 and got.meta.plain_bits is True and nnx.graphdef(ours[0]) == structure
     layers = [f"h/{i}{part}" for i in range(2) for part in ("/fc", "/drop", "")]
-    assert got.names("activation") == [*layers, "model"]
-    assert got.names("activation_grad") == [*layers, "model"][::-1]
+    assert got.names("activation") == [*layers, "(model)"]
+    assert got.names("activation_grad") == [*layers, "(model)"][::-1]
     assert got.names("parameter") == [f"h/{i}/fc/{p}" for i in range(2) for p in ("bias", "kernel")]
     first = stack()[0]
     same_bits(got.value("parameter:h/1/fc/kernel"), first.h[1].fc.kernel[...])
@@ -150,7 +150,7 @@ def test_scalar_parameters_that_are_constants(tmp_path, ops):
 
     got = recorded(tmp_path, lambda x: Scaled().apply({"params": {"scale": jnp.asarray(2.0)}}, x), (X,), ops=ops)
     same_bits(got.results, [2 * X])
-    assert got.names("parameter") == ["scale"] and got.names("activation") == ["model"]
+    assert got.names("parameter") == ["scale"] and got.names("activation") == ["(model)"]
 
 
 def test_plain_function(tmp_path):
@@ -234,7 +234,7 @@ def test_jitted_functions_keep_their_compiled_code(tmp_path):
     assert len(count) == before + 2  # the two modules
     same_bits([want] * 2, got.results)
     step(variables, X)
-    assert len(count) == before + 2 and got.names("activation") == ["a", "b", "model"]
+    assert len(count) == before + 2 and got.names("activation") == ["a", "b", "(model)"]
 
 
 def test_every_sites_and_budget(tmp_path):

@@ -93,7 +93,7 @@ def test_module_made_by_the_root(tmp_path):
         def __call__(self, x):
             return nnx.LayerNorm(4, rngs=nnx.Rngs(0))(x)
 
-    assert recorded(tmp_path, lambda m, x: m(x), (Model(), X)).names("activation") == ["LayerNorm", "model"]
+    assert recorded(tmp_path, lambda m, x: m(x), (Model(), X)).names("activation") == ["LayerNorm", "(model)"]
 
 
 def test_traces_that_jax_uses_again_have_modules(tmp_path):
@@ -114,7 +114,7 @@ def test_places_in_structures_are_spelled_as_in_torch(tmp_path):
             return Pair(x, {1: x, 2: {"c": [x]}})
 
     names = recorded(tmp_path, lambda x: Model().apply({}, x), (X,)).names("activation")
-    assert names == ['model["a"]', 'model["b"][1]', 'model["b"][2]["c"][0]']
+    assert names == ['(model)["a"]', '(model)["b"][1]', '(model)["b"][2]["c"][0]']
 
 
 def test_scopes_of_unknown_types():

@@ -34,8 +34,8 @@ def test_scan_over_layers(tmp_path, remat):
     got = recorded(tmp_path, jax.jit(jax.value_and_grad(loss)), (variables,))
     assert got.meta.plain_bits is True and got.retraces == 1
     calls = ["", "#1", "#2"]
-    assert got.names("activation") == [f"{site}{c}" for c in calls for site in ("h/fc", "h[0]")] + ["model"]
-    assert got.names("activation_grad") == ["model", *(f"{s}{c}" for c in calls[::-1] for s in ("h[0]", "h/fc"))]
+    assert got.names("activation") == [f"{site}{c}" for c in calls for site in ("h/fc", "h[0]")] + ["(model)"]
+    assert got.names("activation_grad") == ["(model)", *(f"{s}{c}" for c in calls[::-1] for s in ("h[0]", "h/fc"))]
     kernel, bias = (variables["params"]["h"]["fc"][name] for name in ("kernel", "bias"))
 
     def unrolled(added):
@@ -70,13 +70,13 @@ def test_gradients_of_what_a_loop_does_once(tmp_path):
         got = recorded(tmp_path / "a", jax.jit(jax.grad(loss)), (variables,))
     y = X @ variables["params"]["kernel"]
     carry = 1 + 5 * y.sum()
-    assert got.names("activation") == ["model", "model#1", "model#2"]
-    assert got.names("activation_grad") == ["model#2", "model#1"]
-    for key, want in (("activation:model", y), ("activation:model#1", y), ("activation:model#2", y * carry),
-                      ("activation_grad:model#2", jnp.full_like(y, 3)),
-                      ("activation_grad:model#1", jnp.full_like(y, 3 * (1 + 3 * y.sum())))):  # fmt: skip
+    assert got.names("activation") == ["(model)", "(model)#1", "(model)#2"]
+    assert got.names("activation_grad") == ["(model)#2", "(model)#1"]
+    for key, want in (("activation:(model)", y), ("activation:(model)#1", y), ("activation:(model)#2", y * carry),
+                      ("activation_grad:(model)#2", jnp.full_like(y, 3)),
+                      ("activation_grad:(model)#1", jnp.full_like(y, 3 * (1 + 3 * y.sum())))):  # fmt: skip
         close(got.value(key), want)
-    assert "activation_grad:model#1" in got.steps[0]["parameter_grad:kernel"].site.inputs
+    assert "activation_grad:(model)#1" in got.steps[0]["parameter_grad:kernel"].site.inputs
 
     twice = jax.grad(lambda v: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(lambda v: loss(v) ** 2)(v))))
     with pytest.warns(CaptureWarning, match="leaves out a gradient of model"):
@@ -105,7 +105,7 @@ def test_branches(tmp_path, chosen):
         tmp_path, jax.jit(jax.grad(loss)), (variables, jnp.array(chosen)), (variables, jnp.array(not chosen))
     )
     ran, other = ("one", "two") if chosen else ("two", "one")
-    assert got.names("activation") == ["first", ran, "model"] and f"activation:{other}" in got.steps[1]
+    assert got.names("activation") == ["first", ran, "(model)"] and f"activation:{other}" in got.steps[1]
     p = variables["params"]
     first = X @ p["first"]["kernel"] + p["first"]["bias"]
     close(got.value(f"activation:{ran}"), first @ p[ran]["kernel"] + p[ran]["bias"])
@@ -125,7 +125,7 @@ def test_while_loop(tmp_path):
     kernel, x = variables["params"]["kernel"], X
     for _ in range(2):
         x = jnp.tanh(x @ kernel)
-    close(got.value("activation:model"), x @ kernel)
+    close(got.value("activation:(model)"), x @ kernel)
     assert not got.steps[1]
     with pytest.raises(UnsupportedError, match="inside of the condition of a while loop"):
         condition = lambda v: jax.lax.while_loop(lambda x: model.apply(v, x).sum() > 1e9, lambda x: x + 1, X)  # noqa: E731
@@ -168,8 +168,8 @@ def test_vmap_records_all_examples(tmp_path):
     apply = jax.vmap(model.apply, in_axes=(None, 1), out_axes=2)
     got = recorded(tmp_path, jax.jit(jax.grad(lambda v: (apply(v, x) ** 2).sum())), (variables,))
     want = jnp.moveaxis(x, 1, 0) @ variables["params"]["kernel"]
-    close(got.value("activation:model"), want)
-    close(got.value("activation_grad:model"), 2 * want)
+    close(got.value("activation:(model)"), want)
+    close(got.value("activation_grad:(model)"), 2 * want)
 
 
 def test_custom_derivatives(tmp_path):
@@ -193,7 +193,7 @@ def test_custom_derivatives(tmp_path):
     close(got.value("activation_grad:fc"), 2 * (1 - jnp.tanh(y) ** 2))
     assert got.names("parameter") == ["fc/bias", "fc/kernel"]
     got = recorded(tmp_path / "b", lambda v: model.apply(v, X), (variables,))
-    close(got.value("activation:model"), jnp.sin(y))
+    close(got.value("activation:(model)"), jnp.sin(y))
 
 
 def test_nnx_scan_and_remat(tmp_path):
@@ -209,12 +209,12 @@ def test_nnx_scan_and_remat(tmp_path):
     model = Scanned(nnx.Rngs(0))
     step = nnx.jit(nnx.value_and_grad(lambda model: (model(X) ** 2).sum()))
     got = recorded(tmp_path, step, (model,))
-    assert got.names("activation") == ["layers", "layers#1", "layers#2", "model"]
+    assert got.names("activation") == ["layers", "layers#1", "layers#2", "(model)"]
     kernels, x = model.layers.kernel[...], X
     for i, call in enumerate(("", "#1", "#2")):
         close(got.value(f"activation:layers{call}"), x @ kernels[i])
         x = jnp.tanh(x @ kernels[i])
-    assert set(got.names("activation_grad")) == {"layers", "layers#1", "layers#2", "model"}
+    assert set(got.names("activation_grad")) == {"layers", "layers#1", "layers#2", "(model)"}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -231,11 +231,11 @@ def test_shards(tmp_path, kind):
         got = recorded(tmp_path / "a", jax.jit(jax.value_and_grad(mapped)), placed)
         assert got.names("activation") == ["model@d=0", "model@d=1"]
         for i in range(2):
-            close(got.value(f"activation:model@d={i}"), X[2 * i : 2 * i + 2] @ kernel)
+            close(got.value(f"activation:(model)@d={i}"), X[2 * i : 2 * i + 2] @ kernel)
         whole = lambda v, x: (model.apply(v, x) ** 2).mean()  # noqa: E731
         got = recorded(tmp_path / "b", jax.jit(jax.value_and_grad(whole)), placed, values="sample")
-    close(got.value("activation:model"), X @ kernel)
-    close(got.value("activation_grad:model"), 2 * (X @ kernel) / X.size)
+    close(got.value("activation:(model)"), X @ kernel)
+    close(got.value("activation_grad:(model)"), 2 * (X @ kernel) / X.size)
 
 
 def test_shards_over_explicit_axes_without_a_mesh_around(tmp_path):
@@ -257,7 +257,7 @@ def test_collectives_are_inputs_from_other_shards(tmp_path):
     specs: dict = {"mesh": mesh, "in_specs": (P(), P("d"))}
     got = recorded(tmp_path / "a", jax.jit(jax.shard_map(step, out_specs=P(), **specs)), (variables, X))
     inputs = got.steps[0]["parameter_grad:kernel"].site.inputs
-    assert set(inputs) == {"activation_grad:model@d=0", "activation_grad:model@d=1"}
+    assert set(inputs) == {"activation_grad:(model)@d=0", "activation_grad:(model)@d=1"}
 
     def ring(w, x):
         for i in range(2):

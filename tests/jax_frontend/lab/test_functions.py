@@ -67,8 +67,8 @@ class Model(linen.Module):
 
 LINEN = [
     "embed/embedding", "h/ln/layer_norm", "h/matmul", "h/softmax", "h/matmul#1", "h/add", "h/rms/rms_norm",
-    "h/gate/matmul", "h/gate/add", "h/silu", "h/up/matmul", "h/mul", "h/gelu", "h/gelu#1", "model/add", "conv/conv",
-    "head/matmul", "model/log_softmax",
+    "h/gate/matmul", "h/gate/add", "h/silu", "h/up/matmul", "h/mul", "h/gelu", "h/gelu#1", "(model)/add", "conv/conv",
+    "head/matmul", "(model)/log_softmax",
 ]  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_linen(tmp_path, differentiated, dtype):
     ops = operations(got)
     options = {name: op.options for name, op in ops.items()}
     assert options["h/rms/rms_norm.out"] == {"axes": 1, "eps": 1e-3}
-    assert options["h/softmax.out"] == options["model/log_softmax.out"] == {"axis": -1}
+    assert options["h/softmax.out"] == options["(model)/log_softmax.out"] == {"axis": -1}
     assert [options[f"h/gelu.out{c}"]["approximate"] for c in ("", "#1")] == [True, False]
     assert options["h/up/matmul.out"] == {"equation": "abc,cd->abd", "dtype": dtype}
     assert options["conv/conv.out"] == {
@@ -136,11 +136,11 @@ def test_nnx(tmp_path):
     model = Nnx(nnx.Rngs(0))
     args = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), IDS
     got = captured(tmp_path, nnx.jit(step), args)
-    names = ["embed/embedding", "norm/layer_norm", "fc/matmul", "fc/add", "model/softmax", "rms/rms_norm"]
+    names = ["embed/embedding", "norm/layer_norm", "fc/matmul", "fc/add", "(model)/softmax", "rms/rms_norm"]
     assert replays(got) == outs(names)
     ops = operations(got)
     assert {k: v.dtype for k, v in ops["norm/layer_norm.out"].inputs.items()} == {"x": "bfloat16", "weight": "bfloat16"}
-    assert ops["model/softmax.out"].options == {"axis": -2} and set(ops["rms/rms_norm.out"].inputs) == {"x"}
+    assert ops["(model)/softmax.out"].options == {"axis": -2} and set(ops["rms/rms_norm.out"].inputs) == {"x"}
 
 
 class Equinox(eqx.Module):
@@ -164,7 +164,7 @@ def test_equinox_under_vmap(tmp_path):
     step = jax.jit(jax.value_and_grad(lambda m, x: (jax.vmap(m)(x) ** 2).mean()))
     got = captured(tmp_path, step, (model, X))
     names = ["norm/layer_norm", "rms/rms_norm", "biased/mul", "biased/mul#1", "biased/add"]
-    assert replays(got) == outs([*names, "fc/matmul", "fc/add", "model/gelu"])
+    assert replays(got) == outs([*names, "fc/matmul", "fc/add", "(model)/gelu"])
     op = operations(got)["norm/layer_norm.out"]
     assert op.options == {"axes": 2, "eps": 1e-5} and op.inputs["x"].data.shape == X.shape
     assert op.inputs["weight"].data.shape == (6, 8)
@@ -173,8 +173,8 @@ def test_equinox_under_vmap(tmp_path):
 def test_parameters_that_differ_between_examples(tmp_path):
     model = eqx.filter_vmap(lambda _: eqx.nn.LayerNorm(8), axis_size=2)(None)
     got = captured(tmp_path, lambda m, x: jax.vmap(lambda m, x: m(x))(m, x), (model, X[:, 0]))
-    assert got.steps[0]["result:model/layer_norm.out"].site.operation is None
-    assert got.steps[0]["operand:model/layer_norm.weight"].site.shape == (2, 8)
+    assert got.steps[0]["result:(model)/layer_norm.out"].site.operation is None
+    assert got.steps[0]["operand:(model)/layer_norm.weight"].site.shape == (2, 8)
 
 
 # --- loops, recomputation, shards ---

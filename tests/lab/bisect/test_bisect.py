@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import pathlib
-import re
 import runpy
-import subprocess
 import sys
 
 import bisect_models as models
 import numpy as np
 import pytest
 import torch
+from bisect_tools import of, run, shown
 
 from diptych.lab import cli, frontend
 from diptych.lab.bisect.forward import Inputs
-
-HERE = pathlib.Path(__file__).parent
-
 
 OPERATIONS = {
     "epsilon": (
@@ -29,44 +24,18 @@ OPERATIONS = {
     "gelu": ("h.1.act/gelu.out", "gelu(approximate=False)", "B has instead: gelu(approximate=True)", "gives the same"),
     "scale": ("First operation of A whose result B does not have: result:h.1.attn/softmax.out",),
     "mask": ("First operation of A whose result B does not have: result:h.1.attn/softmax.out",),
-    "heads": ("First operation of A whose result B does not have: result:h.1.attn/matmul.out",),
-    "bias": ("First operation of A whose result B does not have: result:h.1.fc/linear.out", "gives the same (0)"),
+    "heads": (
+        "First operation of A whose result B does not have: result:h.1.attn/matmul.out",
+        "of operands with the same elements, in another order",
+    ),
+    "bias": (
+        "First operation of A whose result B does not have: result:h.1.fc/linear.out",
+        "of other operands: bias is missing",
+    ),
     "transposed": ("First operation of A whose result B does not have: result:h.1.attn.v/linear.out",),
     "residual": ("No single operation",),  # what B does is no row of the table
 }
 """What is said of the operations in the module that makes a difference."""
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    monkeypatch.chdir(HERE)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    np.savez(folder / "tokens.npz", tokens=models.tokens())
-    np.savez(folder / "rows.npz", arg0=models.rows())
-    return folder
-
-
-def run(a, b, inputs, *more):
-    given = ["bisect", "--a", f"bisect_models:{a}", "--b", f"bisect_models:{b}", "--inputs", str(inputs)]
-    return cli.main([*given, *map(str, more)])
-
-
-def of(output):
-    """Returns the site of A that was found, with "/" between its parts, and whether the module differs itself."""
-    site = re.search(r"^The first that makes a difference: (\S+) in A", output, re.MULTILINE)
-    itself = {"The module itself makes": True, "Given A's inputs, the module agrees": False}
-    said = [value for text, value in itself.items() if text in output]
-    return site[1].replace(".", "/").replace("h_", "h/"), *said
-
-
-def shown(path):
-    """Runs a script in a process of its own. Returns the relative difference that it prints."""
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, cwd=HERE, timeout=300)
-    return float(re.search(r"relative rms of the difference ([\d.e+-]+)", done.stdout)[1])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +123,7 @@ def test_a_fault_before_a_block_is_in_the_code_around_it(files, tmp_path, capsys
     output = capsys.readouterr().out
     assert of(output) == ("h/1/ln", False)
     assert "That code is in the model itself in A, the model itself in B, whose inputs are the same." in output
-    assert "First operation of B whose result A does not have: result:model/add.out" in output
+    assert "First operation of B whose result A does not have: result:(model)/add.out" in output
     assert "get_submodule" not in (tmp_path / "show.py").read_text()
 
 

@@ -80,5 +80,14 @@ def test_why_the_other_framework_cannot_compute_an_operation_is_told():
 
     assert narrow._again(run, site, refuses) == "TypeError: no such dtype"
     assert narrow._again(run, site, lambda op: {"out": op.inputs["x"]}) == 0
-    found = narrow.Narrowed("A", site.key, "silu", {}, None, "TypeError: no such dtype", False)
+    ids, table, out = (
+        Tensor.of(np.array([0, 7])),
+        *(Tensor.of(np.ones(shape, np.float32)) for shape in ((5, 2), (2, 2))),
+    )
+    keys = ("e/embedding.ids", "e/embedding.table")
+    site = Site("e/embedding.out", "result", 0, (2, 2), "float32", keys, Operation("embedding", "{}"))
+    run = SimpleNamespace(values=dict(zip((*keys, site.key), (ids, table, out), strict=True)))
+    assert "1 ids are no rows of the table from 0 to 4" in str(narrow._again(run, site, refuses))
+    site = Site("act/silu.out", "result", 0, (5,), "float32")
+    found = narrow.Narrowed("A", site.key, "silu", {}, None, (), "TypeError: no such dtype", False)
     assert command._narrowed(found)[-1] == "  B's framework cannot compute it: TypeError: no such dtype"

@@ -49,7 +49,7 @@ def result(
     rows = []
     for kind, name in names:
         depth[kind] += 1
-        layer = int(name.split(".")[1]) if name.startswith("h.") else (layers if name == "model" else -1)
+        layer = int(name.split(".")[1]) if name.startswith("h.") else (layers if name == "(model)" else -1)
         hit = fault is not None and _hit(kind, name, layer, fault[0])
         size = (4, 128, 256) if "activation" in kind else (256, 256)
         cells = []
@@ -88,7 +88,7 @@ def _names(layers: int, sites: int) -> list[tuple[Kind, str]]:
     count = max(1, sites // 4)
     parts = [PARTS[i % len(PARTS)] + (f".{i // len(PARTS)}" if i >= len(PARTS) else "") for i in range(count)]
     forward = [f"h.{i}.{part}" for i in range(layers) for part in parts]
-    inner = ["wte", *forward, "ln_f", "model"]
+    inner = ["wte", *forward, "ln_f", "(model)"]
     parameters = ["wte.weight", *(f"{name}.weight" for name in forward)]
     order: tuple[tuple[Kind, list[str]], ...] = (
         ("parameter", parameters),

@@ -79,6 +79,20 @@ def test_order_stands_for_unknown_inputs(tmp_path):
     assert {row.inputs for row in result.rows} == {None}
 
 
+def test_a_tensor_without_known_inputs_may_be_an_input_that_is_not_listed(tmp_path):
+    """A frozen encoder's output has no gradient, so sites computed from it do not list it."""
+
+    def step(frozen: float, read: float) -> list:
+        return [
+            site("frozen", np.full(3, frozen, np.float32)),
+            *(site(n, np.full(3, read, np.float32), inputs=()) for n in ("kv.0", "kv.1")),
+        ]
+
+    assert firsts(compared(tmp_path / "1", [step(1, 1)], [step(2, 2)])) == [("activation:frozen", "differs")]
+    found = firsts(compared(tmp_path / "2", [step(1, 1)], [step(1, 2)]))  # what agrees explains nothing
+    assert found == [("activation:kv.0", "differs"), ("activation:kv.1", "differs")]
+
+
 def test_ancestors_through_sites_that_are_not_matched(tmp_path):
     """The site between is in A alone."""
     b = chain(1, 9, 3, 9)

@@ -21,13 +21,13 @@ def rules(tmp_path, given) -> mapping.Rules:
 
 
 def test_names_with_both_separators(tmp_path):
-    a = [site(n, drawn(2, 3)) for n in ("h.0", "h.0.mlp", "model[0]", "h.0.fc/gemm.d")]
-    b = [site(n, drawn(2, 3)) for n in ("h/0/mlp", "h/0", "model[0]", "h/0/fc/gemm.d")]
+    a = [site(n, drawn(2, 3)) for n in ("h.0", "h.0.mlp", "(model)[0]", "h.0.fc/gemm.d")]
+    b = [site(n, drawn(2, 3)) for n in ("h/0/mlp", "h/0", "(model)[0]", "h/0/fc/gemm.d")]
     found = matched(tmp_path, a, b)
     assert pairs(found) == {
         "activation:h.0": ("activation:h/0", "name", False),
         "activation:h.0.mlp": ("activation:h/0/mlp", "name", False),
-        "activation:model[0]": ("activation:model[0]", "name", False),
+        "activation:(model)[0]": ("activation:(model)[0]", "name", False),
         "activation:h.0.fc/gemm.d": ("activation:h/0/fc/gemm.d", "name", False),
     }
     assert not (found.unmatched_a or found.unmatched_b or found.ambiguous or found.notes)
@@ -289,8 +289,24 @@ def test_parameters_of_two_frameworks_have_no_order(tmp_path):
 
 
 def test_the_whole_model_is_no_layer(tmp_path):
-    found = matched(tmp_path, [site("head", drawn(2, 3))], [site("model", drawn(2, 3))])
+    found = matched(tmp_path, [site("head", drawn(2, 3))], [site("(model)", drawn(2, 3))])
     assert not found.pairs and not found.ambiguous
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_square_kernel_that_flax_flips_is_known_by_its_bits(tmp_path, flipped, swapped):
+    """A transposed convolution's; its sizes are those of a convolution's. Its gradient is not compared either."""
+    w = drawn(4, 4, 3, 3)
+    kernel = np.flip(w.transpose(2, 3, 0, 1), (0, 1)) if flipped else w.transpose(2, 3, 1, 0)
+    a, b = (
+        [parameter(n, x), site(n, drawn(*x.shape), "parameter_grad"), parameter("up.bias", np.zeros(4, np.float32))]
+        for n, x in (("up.weight", w), ("up/kernel", np.ascontiguousarray(kernel)))
+    )
+    given = (b, a, ("jax", "torch")) if swapped else (a, b)
+    found = matched(tmp_path, *given)
+    assert len(found.pairs) == (1 if flipped else 3) and not found.differs
+    assert len(found.unmatched_a) == 2 * flipped and any("held otherwise" in n for n in found.notes) == flipped
 
 
 # --- gradients ---

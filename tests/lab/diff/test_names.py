@@ -15,7 +15,7 @@ def site(name: str, kind: str = "activation") -> Site:
     [
         ("h.0.mlp", "h/0/mlp", ""),
         ("h/0/mlp[0]", "h/0/mlp", "[0]"),
-        ("model['last.state'][1]", "model", '["last.state"][1]'),
+        ("(model)['last.state'][1]", "(model)", '["last.state"][1]'),
         ('a.b["x.y"]', "a/b", '["x.y"]'),
         ("h.0.fc/gemm.d", "h/0/fc/gemm/d", ""),
         ("a[x]", "a[x]", ""),
@@ -48,8 +48,8 @@ PARAMETERS = [
 ACTIVATIONS = [
     ("transformer.drop", "transformer/dropout"),
     ("transformer.h.0", "transformer/h/0"),
-    ("_orig_mod", "model"),
-    ("model", "model"),
+    ("_orig_mod", "(model)"),
+    ("(model)", "(model)"),
     ("h.0.mlp[0]", "layers_0/mlp[0]"),
 ]
 
@@ -72,7 +72,8 @@ def test_activations_have_one_name(torch, flax):
         ("h.0.q.weight", "h/0/q/bias", "parameter"),
         ("kernel", "weight", "activation"),
         ("h.0[0]", "h/0[1]", "activation"),
-        ("model.encoder", "model", "activation"),
+        ("model.encoder", "(model)", "activation"),
+        ("model", "(model)", "activation"),
     ],
 )
 def test_other_names_stay_apart(a, b, kind):

@@ -148,7 +148,7 @@ def test_the_header_says_the_status_in_words(made, tone, words):
 
 def test_the_header_names_the_first_of_each_direction():
     made = results.result(3, 5, 40, fault=(1, 2))
-    assert {made.rows[f.row].name for f in made.first} == {"h.1.mlp.c_fc", "model"}
+    assert {made.rows[f.row].name for f in made.first} == {"h.1.mlp.c_fc", "(model)"}
     prose = " ".join(Document(page.render(made)).prose.split())
     for heading, f in zip(("Forward", "Backward"), made.first, strict=True):
         row = made.rows[f.row]
@@ -180,7 +180,7 @@ def test_a_direction_whose_findings_all_follow_from_others():
         ("operand", "lm_head/gemm.d", "lm_head"),
         ("operand", "h.0.mlp.fc/quantize.x", "h.0"),
         ("result", "loss", "loss"),
-        ("activation", "model", "model"),
+        ("activation", "(model)", "(model)"),
     ],
 )
 def test_modules_of_names(kind, name, module):

@@ -109,7 +109,7 @@ def test_begins_at_the_first_finding(open_):
     assert "step 2" in text(tab, "#depth-title") and text(tab, "#time-title").endswith("h.1.mlp.c_fc")
     tab.run("document.querySelectorAll('button[data-row]')[1].click()")
     tab.settle()
-    assert text(tab, "#detail .name") == "model" and tab.run("document.getElementById('backward').checked")
+    assert text(tab, "#detail .name") == "(model)" and tab.run("document.getElementById('backward').checked")
 
 
 def test_filters(open_):

@@ -77,3 +77,13 @@ def test_targets_must_be_classes(ignored, wrong):
     made = op("cross_entropy", {"logits": of(3, 5, 2), "targets": targets}, of(3, 2), **options)
     with pytest.raises(ReplayError, match=f"{wrong} targets are no classes from 0 to 4, the first is (-100|5)"):
         require_shape(made)
+
+
+@pytest.mark.parametrize("wrong", [5, -1])
+def test_ids_must_be_rows_of_the_table(wrong):
+    ids = np.array([[0, 4], [wrong, 1]])
+    made = op("embedding", {"ids": ids, "table": of(5, 4)}, of(2, 2, 4))
+    with pytest.raises(ReplayError, match=f"1 ids are no rows of the table from 0 to 4, the first is {wrong}; framew"):
+        require_shape(made)
+    ids[1, 0] = 3
+    require_shape(made)

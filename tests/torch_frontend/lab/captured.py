@@ -106,7 +106,7 @@ class Plain:
         elif isinstance(output, Pair):
             found = {'["left"]': output.left, '["right"]': output.right}
         for place, x in found.items():
-            key = f"activation:{name or 'model'}{place}"
+            key = f"activation:{name or '(model)'}{place}"
             call = self.calls[key] = self.calls.get(key, -1) + 1
             key += f"#{call}" if call else ""
             self.values[key] = x.detach().clone()

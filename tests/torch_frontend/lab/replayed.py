@@ -82,7 +82,7 @@ def recorded_of(tmp_path, function):
         return found
 
     found = captured(tmp_path / "t", step, model)
-    assert {c[0] for c in found} <= {"model"}
+    assert {c[0] for c in found} <= {"(model)"}
     assert_replays(tmp_path / "t")
     return [c[1:] for c in found]
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_a_step_has_the_tensors_that_plain_hooks_see(tmp_path):
     model, step = model_and_step()
     plain = Plain(model)
     step()
-    del plain.values['activation_grad:model["states"][0]']  # the output itself is not used
+    del plain.values['activation_grad:(model)["states"][0]']  # the output itself is not used
     for key, x in (plain.values | grads).items():
         assert_is_of(found.pop(key), x)
     # A view that is modified in place loses its plain hooks.
@@ -57,7 +58,7 @@ def test_order_names_and_inputs(tmp_path):
     assert inputs["activation:blocks.0.act"] == ("activation:blocks.0.up",)
     halves = {f'activation:split["{side}"]' for side in ("left", "right")}
     assert set(inputs["activation:head"]) == halves | {"parameter:embed.weight"}
-    assert inputs['activation:model["states"][1]'] is None  # integers
+    assert inputs['activation:(model)["states"][1]'] is None  # integers
     assert "activation_grad:blocks.1.norm#1" in inputs["activation_grad:blocks.1"]
     assert "activation_grad:blocks.0.up" in inputs["parameter_grad:blocks.0.up.bias"]
 
@@ -143,7 +144,7 @@ def test_low_and_high_precision(tmp_path, dtype):
     captured(tmp_path / "t", lambda: model(x).sum().backward(), model)
     found = observed(tmp_path / "t")
     assert_is_of(found["parameter:weight"], model.weight)
-    assert_is_of(found["activation:model"], model(x))
+    assert_is_of(found["activation:(model)"], model(x))
     assert_is_of(found["parameter_grad:weight"], model.weight.grad)
 
 
@@ -201,7 +202,7 @@ def test_what_a_trace_cannot_hold_is_a_warning(tmp_path):
     with lab.capture(model, out=tmp_path / "t") as t, pytest.warns(CaptureWarning, match="complex64"):
         model(torch.ones(3))
         t.step()
-    assert set(observed(tmp_path / "t")) == {"activation:model[1]"}
+    assert set(observed(tmp_path / "t")) == {"activation:(model)[1]"}
 
 
 def test_misuse(tmp_path):
@@ -279,7 +280,7 @@ def test_check_within_a_step_is_refused_and_takes_tensors_of_any_kind(tmp_path):
         with pytest.raises(RuntimeError, match="within a step"):
             t.check(lambda: None)
         t.step()
-    assert "activation_grad:model" in observed(tmp_path / "t")
+    assert "activation_grad:(model)" in observed(tmp_path / "t")
 
 
 def test_what_is_not_written_is_a_warning(tmp_path):
@@ -292,6 +293,16 @@ def test_what_is_not_written_is_a_warning(tmp_path):
             t.step()
 
 
+def test_sparse_gradients_are_named_once(tmp_path):
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Identity())
+    with warnings.catch_warnings(record=True) as caught, lab.capture(model, out=tmp_path / "t") as t:
+        warnings.simplefilter("always")
+        model(torch.tensor([1, 1])).sum().backward()
+        t.step()
+    (said,) = [str(w.message) for w in caught]
+    assert said == "capture: parameter_grad 0.weight is not recorded: traces cannot hold a Tensor, torch.sparse_coo"
+
+
 def test_results_of_ops_that_write_to_operands(tmp_path):
     layer = dt.Linear(32, 32, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(32, 32)
@@ -302,8 +313,8 @@ def test_results_of_ops_that_write_to_operands(tmp_path):
 
     captured(tmp_path / "t", step, layer)
     found = observed(tmp_path / "t")
-    assert_is_of(found["result:model/gemm.d#1"], layer.weight.main_grad)
-    assert "operand:model/gemm.acc" in found["result:model/gemm.d#1"].site.inputs
+    assert_is_of(found["result:(model)/gemm.d#1"], layer.weight.main_grad)
+    assert "operand:(model)/gemm.acc" in found["result:(model)/gemm.d#1"].site.inputs
 
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
@@ -343,3 +354,25 @@ def test_replaced_parameters_are_named(tmp_path, how):
     gone = {f"{kind}:{name}" for kind in ("parameter", "parameter_grad") for name in doubled}
     assert gone <= first
     assert second & gone == (gone - {"parameter:0.weight", "parameter_grad:0.weight"} if how == "one" else set())
+
+
+def test_modules_that_come_in_the_capture_are_named(tmp_path):
+    """diptych's states and compiled forms of modules come, too, and are no modules of their own."""
+    parts = dt.Linear(32, 32), nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32)
+    model = nn.Sequential(*parts)
+
+    def step(t):
+        with dt.autocast(recipe=DelayedScaling()):
+            model(torch.ones(16, 32)).sum().backward()
+        t.step()
+
+    with lab.capture(model, out=tmp_path / "t", sites="*") as t:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CaptureWarning)
+            step(t)
+            model[3] = torch.compile(model[3], backend="eager")
+            step(t)
+        model[2] = nn.Sequential(nn.Tanh())
+        model.append(nn.Tanh())
+        with pytest.warns(CaptureWarning, match="modules that came after the capture began are not recorded: 2, 4$"):
+            step(t)

@@ -6,6 +6,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import diptych.torch as dt
+from diptych.common import Float8CurrentScaling
 from diptych.torch import lab
 from torch_frontend.lab.captured import Block, hashes, model_and_step, observed
 
@@ -50,7 +52,7 @@ def test_sites_and_hashes_are_those_of_eager_code(tmp_path, how, when):
             step(run)
             t.step()
             assert i < 2 or graphs() == before
-    unused = 'activation_grad:model["states"][0]'  # zeros in compiled code, and none in eager code
+    unused = 'activation_grad:(model)["states"][0]'  # zeros in compiled code, and none in eager code
     for number in (0, 2):
         assert hashes(tmp_path / "t", number) | {unused: None} == want | {unused: None}
     if how != "replaced":
@@ -95,6 +97,37 @@ def test_recomputation_in_a_graph_is_recorded_once(tmp_path):
             t.step()
         found.append(hashes(tmp_path / name))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_several_forward_passes_of_a_checkpoint_before_their_backward_passes(tmp_path, backend):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(dt.Linear(32, 32), nn.Tanh())
+
+        def forward(self, x):
+            return x + checkpoint(self.block, x, use_reentrant=False)
+
+    found = []
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model, xs = Checkpointed(), torch.randn(3, 16, 32)
+        run = torch.compile(model, backend=backend) if name == "compiled" else model
+        with lab.capture(model, out=tmp_path / name) as t:
+            for _ in range(2):
+                model.zero_grad()
+                with dt.autocast(recipe=Float8CurrentScaling()):
+                    losses = [run(x).square().mean() for x in xs[:2]]
+                    with torch.no_grad():
+                        run(xs[2])
+                sum(losses).backward()
+                t.step()
+        found.append(observed(tmp_path / name, 1))
+    eager, compiled = ({k: o.record for k, o in one.items() if "_grad" in k} for one in found)
+    assert found[0].keys() == found[1].keys() and "activation_grad:block.0#1" in eager
+    for key, record in eager.items():
+        assert compiled[key].statistics.rms == pytest.approx(record.statistics.rms, rel=1e-5)
 
 
 @pytest.mark.parametrize("warn_only", [False, True])

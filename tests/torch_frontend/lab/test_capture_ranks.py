@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from diptych.lab.traces import Trace
 from diptych.torch import lab
-from torch_frontend.ranks import needs_gloo
+from torch_frontend.ranks import here, needs_gloo
 
 pytestmark = needs_gloo
 STEPS, RATE = 2, 0.1
@@ -27,13 +27,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def made() -> nn.Sequential:
+def made(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block())
+    return nn.Sequential(Block(), Block()).to(device)
 
 
-def batch(rank: int) -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+def batch(rank: int, device: str) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)).to(device)
 
 
 def on_rank(rank: int, groups: Any, way: str, folder: str) -> None:
@@ -41,7 +41,8 @@ def on_rank(rank: int, groups: Any, way: str, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model, mesh = made(), init_device_mesh("cpu", (2,))
+    device = here()
+    model, mesh = made(device), init_device_mesh(device, (2,))
     if way == "fsdp":
         for block in model:
             fully_shard(block, mesh=mesh)
@@ -51,7 +52,7 @@ def on_rank(rank: int, groups: Any, way: str, folder: str) -> None:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     else:
         model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
-    train(model, folder, batch(0 if way == "tp" else rank))
+    train(model, folder, batch(0 if way == "tp" else rank, device))
 
 
 def train(model: nn.Module, folder: str, x: Tensor) -> None:
@@ -82,9 +83,10 @@ def shard(x: np.ndarray, rank: int, dim: int = 0) -> np.ndarray:
 
 
 @pytest.fixture
-def run(pool, tmp_path):
+def run(pool, tmp_path, on):
     def run(way: str) -> Trace:
-        pool.run("torch_frontend.lab.test_capture_ranks:on_rank", way, str(tmp_path / way), into=tmp_path / "out")
+        function, folder = "torch_frontend.lab.test_capture_ranks:on_rank", str(tmp_path / way)
+        pool.run(function, way, folder, into=tmp_path / "out", device=on)
         trace = Trace.open(tmp_path / way)
         assert trace.meta.ranks == 2 and trace.steps == list(range(STEPS)) and set(trace.ranks) == {0, 1}
         return trace
@@ -93,11 +95,11 @@ def run(pool, tmp_path):
 
 
 @pytest.fixture
-def alone(tmp_path):
+def alone(tmp_path, on):
     """The first step of one process on each rank's batch."""
     found = []
     for rank in range(2):
-        train(made(), str(tmp_path / f"alone{rank}"), batch(rank))
+        train(made(on), str(tmp_path / f"alone{rank}"), batch(rank, on))
         found.append(values(Trace.open(tmp_path / f"alone{rank}"), 0, 0))
     return found
 
@@ -125,7 +127,7 @@ def test_data_parallel(run, alone):
     trace = run("ddp")
     for rank in range(2):
         for key, x in values(trace, rank, 0).items():
-            if key.partition(":")[2] not in ("model", "module", ""):
+            if key.partition(":")[2] not in ("(model)", "module", ""):
                 near(x, alone[rank][key], key)
         name = "1.down.weight"
         mean = (alone[0][f"parameter_grad:{name}"] + alone[1][f"parameter_grad:{name}"]) / 2
@@ -150,5 +152,5 @@ def test_tensor_parallel(run, alone):
             "activation:0.up",
             "activation_grad:1.down",
             "parameter_grad:0.up.bias",
-            "activation:model",
+            "activation:(model)",
         } <= got.keys()

@@ -51,8 +51,8 @@ def named(found):
     return [f"{module}/{row}" for module, row, *_ in found]
 
 
-BLOCK = ["norm/layer_norm", "attention/linear", "attention/linear", "model/add"]
-MLP = ["mlp.0/rms_norm", "mlp.1/linear", "mlp.2/gelu", "mlp.3/linear", "model/add"]
+BLOCK = ["norm/layer_norm", "attention/linear", "attention/linear", "(model)/add"]
+MLP = ["mlp.0/rms_norm", "mlp.1/linear", "mlp.2/gelu", "mlp.3/linear", "(model)/add"]
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -352,6 +352,30 @@ def test_a_default_device_may_change_in_a_capture(tmp_path):
         torch.set_default_device(None)
     assert torch.overrides._get_current_function_mode() is None
     assert named(calls(tmp_path / "t")) == [*BLOCK, *MLP, "loss/cross_entropy"]
+
+
+@pytest.mark.parametrize("ops", ["own", "all"])
+@pytest.mark.parametrize("first", ["teacher", "student"])
+def test_a_model_that_another_capture_has_is_no_loss(tmp_path, first, ops):
+    """What follows a model's call, outside of both models, is its loss."""
+    teacher, student = (nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(2))
+    x, found = torch.randn(2, 4), {}
+    with (
+        lab.capture(teacher, out=tmp_path / "teacher", ops=ops) as t,
+        lab.capture(student, out=tmp_path / "student", ops="all") as s,
+    ):
+        for name in ("teacher", "student") if first == "teacher" else ("student", "teacher"):
+            with torch.set_grad_enabled(name == "student"):
+                found[name] = {"teacher": teacher, "student": student}[name](x)
+            if name == "teacher":
+                wanted = found[name].softmax(-1)
+        (found["student"].log_softmax(-1) * wanted).sum().backward()
+        t.step()
+        s.step()
+    of_model, of_loss = ["0/linear", "1/silu"], ["loss/log_softmax", "loss/mul"]
+    of_teacher = [*of_model, "loss/softmax", *of_loss]
+    assert named(calls(tmp_path / "teacher")) == (of_teacher if ops == "all" else [])
+    assert named(calls(tmp_path / "student")) == (of_teacher if first == "student" else [*of_model, *of_loss])
 
 
 def test_a_module_named_loss(tmp_path):

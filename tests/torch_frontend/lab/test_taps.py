@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
@@ -69,7 +70,70 @@ def test_the_gradient_of_an_input_that_is_returned(tmp_path):
     model, x = Calls(lambda m, x: m.part(x * 1.0) * 2, part=nn.Identity()), torch.ones(3, requires_grad=True)
     found = backward_and_step(model, x, tmp_path / "t")
     assert found["activation_grad:part"].record.statistics.mean == 2
-    assert found["activation:model"].site.inputs == ("activation:part",)
+    assert found["activation:(model)"].site.inputs == ("activation:part",)
+
+
+def plus(m, x):
+    h = m.part(m.linear(x))
+    h += x.flatten()[0]
+    return h.tanh()
+
+
+def plus_after_a_use(m, x):
+    h = m.part(m.linear(x))
+    first = 5 * h
+    h += 1
+    return h.tanh() + first
+
+
+def scaled_twice(m, x):
+    h = m.part(m.linear(x))
+    h.mul_(3)
+    return h[:1].mul_(2).sum() + h.sum()
+
+
+def plus_its_input(m, x):
+    h = m.linear(x)
+    y = m.part(h)
+    h += 1
+    return y.tanh()
+
+
+@pytest.mark.parametrize("function", [plus, plus_after_a_use, scaled_twice, plus_its_input])
+@pytest.mark.parametrize("part", [nn.Dropout().eval(), nn.Flatten(0), Of(lambda x: x.T), Of(lambda x: x[1:, 2:])])
+def test_the_gradient_of_a_result_that_is_written_in_place(tmp_path, function, part):
+    """It is that of the values before the write."""
+    model, x, want = Calls(function, linear=nn.Linear(4, 4), part=part), torch.randn(4, 4), []
+    handle = part.register_forward_hook(lambda m, given, out: given[0].register_hook(want.append) and None)
+    model(x).sum().backward()
+    handle.remove()
+    found = backward_and_step(model, x, tmp_path / "t", values="full")
+    bits = found["activation_grad:part"].values.tensor.bits
+    assert torch.equal(torch.from_numpy(bits.copy()).view(torch.float32), part(want[0]))
+
+
+def test_a_write_that_no_later_module_sees(tmp_path):
+    model = Calls(plus, linear=nn.Linear(4, 4), part=nn.Identity())
+    with lab.capture(model, out=tmp_path / "t", sites="part") as t:
+        model(torch.randn(3, 4)).sum().backward()
+        t.step()
+    assert "activation_grad:part" in observed(tmp_path / "t")
+
+
+def test_forward_mode(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Tanh()).eval()
+    x, direction = torch.randn(2, 4), torch.randn(2, 4)
+
+    def tangent():
+        with forward_ad.dual_level():
+            y = model(forward_ad.make_dual(x, direction))
+            y.mul_(2)
+            return forward_ad.unpack_dual(y).tangent
+
+    want = tangent()
+    with lab.capture(model, out=tmp_path / "t") as t:
+        assert torch.equal(tangent(), want)
+        t.step()
 
 
 def test_copies_of_a_model_are_not_recorded(tmp_path):
@@ -119,7 +183,7 @@ def test_ops_of_another_models_backward_pass_are_not_recorded(tmp_path):
         other(x).square().sum().backward()
         t.step()
     gemms = [key for key in observed(tmp_path / "t") if "result" in key and "gemm.d" in key]
-    assert gemms == ["result:model/gemm.d", "result:model/gemm.d#1"]
+    assert gemms == ["result:(model)/gemm.d", "result:(model)/gemm.d#1"]
 
 
 def test_gradients_of_recomputed_calls_with_equal_bits(tmp_path):
@@ -137,7 +201,7 @@ def test_a_default_device_and_inference_mode_do_not_matter(tmp_path):
     model = nn.Linear(2, 2)
     torch.set_default_device("meta")
     try:
-        assert "activation_grad:model" in backward_and_step(model, torch.ones(1, 2, device="cpu"), tmp_path / "t")
+        assert "activation_grad:(model)" in backward_and_step(model, torch.ones(1, 2, device="cpu"), tmp_path / "t")
     finally:
         torch.set_default_device(None)
 
@@ -161,18 +225,21 @@ def test_names_of_places(tmp_path):
     model = Of(lambda x: (both(x, {1: x, "a\n": x, "a\t": x}), Unknown(x), Unknown(x)))
     with (
         lab.capture(model, out=tmp_path / "t") as t,
-        pytest.warns(CaptureWarning, match=r"in model\[1\] are not recorded: Unknown") as warned,
+        pytest.warns(CaptureWarning, match=r"in \(model\)\[1\] are not recorded: Unknown") as warned,
     ):
         model(torch.ones(2))
         t.step()
     assert len(warned) == 1
-    left, right = 'activation:model[0]["left"]', 'activation:model[0]["right"]'
+    left, right = 'activation:(model)[0]["left"]', 'activation:(model)[0]["right"]'
     assert list(observed(tmp_path / "t")) == [left, f"{right}[1]", f'{right}["a?"]', f'{right}["a?"]#1']
 
 
 def test_a_model_whose_result_is_unknown_runs(tmp_path):
     model = Calls(lambda m, x: type("Unknown", (), {})(), linear=nn.Linear(2, 2))
-    with lab.capture(model, out=tmp_path / "t") as t, pytest.warns(CaptureWarning, match="in model are not recorded"):
+    with (
+        lab.capture(model, out=tmp_path / "t") as t,
+        pytest.warns(CaptureWarning, match=r"in \(model\) are not recorded"),
+    ):
         model(torch.ones(2))
         t.step()
     assert set(observed(tmp_path / "t")) == {"parameter:linear.weight", "parameter:linear.bias"}
@@ -228,4 +295,4 @@ def test_nested_tensors_are_named_and_left_alone(tmp_path):
     model = Calls(lambda m, _: padded(m.linear(nested())), linear=nn.Linear(4, 4))
     with pytest.warns(CaptureWarning, match="activation linear is not recorded: traces cannot hold a nested tensor"):
         found = backward_and_step(model, x, tmp_path / "trace")
-    assert {"activation:model", "parameter_grad:linear.weight"} <= set(found) and "activation:linear" not in found
+    assert {"activation:(model)", "parameter_grad:linear.weight"} <= set(found) and "activation:linear" not in found

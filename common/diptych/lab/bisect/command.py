@@ -20,10 +20,10 @@ import numpy as np
 
 from diptych.common.files import replacing
 from diptych.lab import files
-from diptych.lab.bisect.forward import BisectError, Inputs
+from diptych.lab.bisect.forward import BisectError, Inputs, ModuleCall
 from diptych.lab.bisect.narrow import Narrowed, narrow
 from diptych.lab.bisect.script import LARGEST_TEXT, Script, archive, compressed, script, whole
-from diptych.lab.bisect.search import Found, Outcome, Side, Site, search
+from diptych.lab.bisect.search import PLAIN, Found, Outcome, Side, Site, search
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.diff import mapping, names
 from diptych.lab.frontend import Frontend, require
@@ -36,7 +36,7 @@ _LISTED = 5
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Feeds A's activations into B and shows the first module that makes a difference, and a script that shows it.
-    Returns 0 if none does, else 1.
+    Returns 0 if none does and no output has another shape, else 1.
 
     **Raises** BisectError for what cannot be bisected, DiffError for a map that does not fit, FrontendError if a
     framework cannot run, FileError for files that cannot be read or written.
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             outcome = search(a, b, rules)
         print(text(outcome, a, b))
         if outcome.found is None:
-            return 0
+            return DIFFERS if outcome.shapes else 0
         replays = (_replay(a.framework, args.device), _replay(b.framework, args.device))
         try:
-            narrowed = narrow(a, b, outcome.found, outcome.fed, replays)
+            narrowed = narrow(a, b, outcome, replays)
             print("\n".join(line for each in narrowed for line in _narrowed(each)) or _NO_OPERATION)
         except BisectError as e:  # of code that runs only where operations are not watched
             print(f"Operations could not be seen: {e}")
@@ -195,6 +195,9 @@ def text(outcome: Outcome, a: Side, b: Side) -> str:
             lines.append(f"only in {name}: {_few(keys)}")
     lines += [f"ambiguous: {_few(each.a)} and {_few(each.b)}: {each.why}" for each in outcome.ambiguous]
     lines += [f"note: {note}" for note in outcome.notes]
+    if outcome.found is None and outcome.shapes:
+        what = "outputs of one name have other shapes, and can be neither compared nor fed"
+        return "\n".join([*lines, "", f"The models differ: {what}. The {len(outcome.sites)} pairs of outputs agree."])
     if outcome.found is None:
         return "\n".join([*lines, "", f"Nothing makes a difference ({len(outcome.sites)} pairs of outputs)."])
     return "\n".join([*lines, "", *_found(outcome.found)])
@@ -213,25 +216,49 @@ def _found(found: Found) -> list[str]:
         if call is not None:
             lines.append(f"  {name}: {call.kind}")
     lines.append(f"  B, given A's values, is {site.local:.3g} (relative rms) from A; one ulp does {site.noise:.2g}")
-    if site.pair.a.inputs is not None:
+    if site.pair.a.inputs:
         lines.append(f"  computed in A from: {_few(site.pair.a.inputs)}")
     for given in found.inputs:
         says = "differs" if given.differs else "is the same"
-        lines.append(
-            f"  its input {given.a.rpartition('/call:')[2].lstrip('0123456789')} {says} ({given.relative:.3g})"
-        )
-    if found.itself:
+        lines.append(f"  its input {_argument(given.a)} {says} ({given.relative:.3g})")
+    calls = (found.a, found.b) if found.around is None else found.around
+    lines += [f"  {said}" for said in _options_apart(*calls)]
+    others = ", ".join(map(_argument, found.others))
+    if others:
+        lines.append(f"  {others} of B: without a partner in A by shape and order, so that its values are B's")
+    if found.itself is None:
+        lines.append("Whether the module itself makes the difference is not known: not all of its inputs could be A's.")
+    elif found.itself:
         lines.append("The module itself makes the difference: its inputs were A's.")
     elif found.itself is False:
         lines.append("Given A's inputs, the module agrees: the code between it and the modules before it differs.")
         if found.around is not None:
             a, b = (call.path or "the model itself" for call in found.around)
             lines.append(f"That code is in {a} in A, {b} in B, whose inputs are the same.")
+        else:
+            lines.append("That code is in no module: in the function that runs them.")
     return lines
 
 
 def _replay(framework: str, device: str) -> Callable[[Op], Mapping[str, Bits]]:
     return lambda op: require(framework, device).replay(op, device)
+
+
+def _options_apart(a: ModuleCall | None, b: ModuleCall | None) -> Iterator[str]:
+    """Yields which arguments that are no arrays differ, such as flags. Other classes may have other ones."""
+    if a is None or b is None:
+        return
+    of_a, of_b = (dict(enumerate(call.args)) | dict(call.kwargs) for call in (a, b))
+    for name in dict.fromkeys((*of_a, *of_b)) if a.kind == b.kind else [name for name in of_a if name in of_b]:
+        x, y = (repr(of[name]) if name in of else "not given" for of in (of_a, of_b))
+        plain = all(type(of.get(name)) in PLAIN for of in (of_a, of_b))
+        if plain and x != y:
+            yield f"argument {name} of {a.path or 'the model'} is {x} in A, {y} in B"
+
+
+def _argument(key: str) -> str:
+    """Returns where in a call's arguments an input is, such as "[0]", from its key."""
+    return key.rpartition("/call:")[2].lstrip("0123456789")
 
 
 _NO_OPERATION = "No single operation of the replay table was found to differ."
@@ -243,12 +270,21 @@ def _narrowed(found: Narrowed) -> list[str]:
     lines.append(f"  {found.row}({_options(found.options)})")
     if found.other is not None:
         lines.append(f"  {other} has instead: {found.row}({_options(found.other)})")
+        if found.operands:
+            lines.append(f"    of other operands: {', '.join(found.operands)}")
+        elif _meant(found.options) == _meant(found.other):
+            lines.append("    of operands with the same elements, in another order")
     framework = f"  {other}'s framework"
     if isinstance(found.again, str):
         return [*lines, f"{framework} cannot compute it: {found.again}"]
     says = "gives the same" if found.agrees else "differs too"
     lines.append(f"{framework}, on the same operands and options, {says} ({found.again:.3g})")
     return lines
+
+
+def _meant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options without those that only say how axes are called."""
+    return {name: value for name, value in options.items() if name not in ("equation", "layout")}
 
 
 def _options(options: Mapping[str, Any]) -> str:

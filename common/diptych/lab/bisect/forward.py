@@ -32,10 +32,13 @@ class Inputs(NamedTuple):
 
 class Slot(NamedTuple):
     """Stands for an array in the arguments of a module. `key`: of its value in `Forward.values`. `mapped`: how many
-    `jax.vmap`s the module runs in that map over it, each over a leading axis of the value."""
+    `jax.vmap`s the module runs in that map over it, each over a leading axis of the value. `array`: the key of the
+    first argument of the call that is the same tensor, since modules such as torch's `MultiheadAttention` ask whether
+    their arguments are one; "" in JAX, where an array that is given twice is two under `jax.jit`."""
 
     key: str
     mapped: int = 0
+    array: str = ""
 
 
 class ModuleCall(NamedTuple):
@@ -70,8 +73,9 @@ class Forward(NamedTuple):
 class Feeder(Protocol):
     """One model, in a framework."""
 
-    def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
-        """Writes a trace of a forward pass, with whole values, in `folder`."""
+    def capture(self, inputs: Inputs, folder: pathlib.Path) -> list[str]:
+        """Writes a trace of a forward pass, with whole values, in `folder`. Returns the module outputs that it cannot
+        hold, such as "fft (complex64)"."""
         ...
 
     def __call__(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
-from diptych.lab.bisect.search import Found, Side, Site, array, paired_inputs, paired_values, slots
+from diptych.lab.bisect.search import Found, Side, Site, array, paired_inputs, paired_values, slots, without_arrays
 from diptych.lab.diff import names
 from diptych.lab.traces import Tensor
 
@@ -136,7 +136,7 @@ def _written(
     whole = all(not call.path and call.parent is None for call in calls)
     if not whole:
         pairs = paired_inputs(runs[0], calls[0], runs[1], calls[1], shared[0].pair.axes)
-        if not pairs:
+        if not pairs and not without_arrays(*calls):
             raise _UnwritableError("no input is the same in both")
         values[1] |= {y.key: x for y, x in paired_values(runs, pairs, shared[0].pair.axes)}
     parts = []
@@ -158,7 +158,7 @@ def _written(
         title=_quotable(title), command=_quotable(command), modules=_modules(a, b),
         imports="\n".join(imports), parts="\n\n\n".join(parts),
         outputs="".join(f"\n    {o}," for o in outputs),
-        names=repr(f"{calls[0].path or 'model'} and {calls[1].path or 'model'}"),
+        names=repr(f"{calls[0].path or 'the model'} and {calls[1].path or 'the model'}"),
     )  # fmt: skip
     return Script(text, data.arrays, calls[0].path, math.nan)
 
@@ -290,7 +290,9 @@ class _Body:
     def _torch(self, made: str) -> list[str]:
         if self._call.how == "model":
             return self._model(made)
-        return [f"module = {made}.get_submodule({self._call.path!r})", f"return module({self._arguments()})"]
+        module = f"module = {made}.get_submodule({self._call.path!r})"
+        lines, names = self._several()
+        return [module, *lines, f"return module({self._arguments(names)})"]
 
     def _model(self, made: str) -> list[str]:
         return [f"return {made}({self._inputs()})"]
@@ -301,7 +303,7 @@ class _Body:
         given = slots(self._call)
         depth = max((s.mapped for s in given), default=0)
         if not depth:
-            return [*lines, f"return module({self._arguments()})"]
+            return [*lines, f"return module({self._arguments({})})"]
         if any(s.mapped not in (0, depth) for s in given):
             raise _UnwritableError("it runs in several transformations by vmap")
         call = self._arguments({s.key: f"y{i}" for i, s in enumerate(given)})
@@ -326,7 +328,7 @@ class _Body:
             "    before.append(context)",
             f"    if len(before) != {self._call.call + 1}:",
             "        return call(*args, **kwargs)",
-            f"    found.append(call({self._arguments()}))",
+            f"    found.append(call({self._arguments({})}))",
             "    return found[0]",
             "",
             "with flax.linen.intercept_methods(run), jax.disable_jit():",
@@ -345,9 +347,18 @@ class _Body:
         args = [self._array(Tensor.of(x)) for x in given.args]
         return ", ".join([*args, *(f"{name}={self._array(Tensor.of(x))}" for name, x in given.kwargs.items())])
 
-    def _arguments(self, named: Mapping[str, str] | None = None) -> str:
-        """The module's arguments. `named`: what stands for arrays."""
-        write: Callable[[Slot], str] = self._slot if named is None else lambda s: named[s.key]
+    def _several(self) -> tuple[list[str], dict[str, str]]:
+        """Returns lines that make the arrays that are several arguments at once, and their names, by slots' keys."""
+        same: dict[tuple[str, str], list[str]] = {}
+        for slot in slots(self._call):
+            same.setdefault((slot.array or slot.key, self._slot(slot)), []).append(slot.key)
+        several = [(made, keys) for (_, made), keys in same.items() if len(keys) > 1]
+        lines = [f"y{i} = {made}" for i, (made, _) in enumerate(several)]
+        return lines, {key: f"y{i}" for i, (_, keys) in enumerate(several) for key in keys}
+
+    def _arguments(self, named: Mapping[str, str]) -> str:
+        """The module's arguments. `named`: what stands for arrays, by slots' keys; others are written out."""
+        write = lambda s: named[s.key] if s.key in named else self._slot(s)  # noqa: E731
         args = [_expression(x, write) for x in self._call.args]
         return ", ".join([*args, *(f"{name}={_expression(x, write)}" for name, x in self._call.kwargs.items())])
 

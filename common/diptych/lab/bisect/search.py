@@ -29,8 +29,12 @@ from diptych.lab.traces.dtypes import DType
 
 PASSES = 4
 """Passes with moved values."""
+_NAMED = 8
 FACTOR = 8.0
 """How many times as large as what one ulp does a difference of two implementations may be."""
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of arguments that can be compared as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +51,12 @@ class Side:
     inputs: Inputs
     folder: pathlib.Path
 
-    def capture(self) -> Trace:
-        """Returns the trace of a forward pass. **Raises** BisectError if the model fails."""
+    def capture(self) -> tuple[Trace, list[str]]:
+        """Returns the trace of a forward pass, and the module outputs that it cannot hold. **Raises** BisectError if
+        the model fails."""
         with self._named():
-            self.feeder.capture(self.inputs, self.folder)
-        return Trace.open(self.folder)
+            unseen = self.feeder.capture(self.inputs, self.folder)
+        return Trace.open(self.folder), unseen
 
     def run(
         self,
@@ -101,14 +106,16 @@ class Input(NamedTuple):
 
 class Found(NamedTuple):
     """The first site that makes a difference. `a`, `b`: the calls of the module, None if it is not known which they
-    are. `inputs`: of the module. `itself`: whether it differs on equal inputs, None if it could not be called on them;
-    else the code between it and the modules before it does. `around`: the calls, in A and B, in which that code is: the
-    innermost ones around the module whose inputs do not differ; None if the module itself differs."""
+    are. `inputs`: of the module. `others`: keys of B's inputs without a partner in A, which are B's. `itself`: whether
+    it differs on equal inputs, None if it could not be called on them; else the code between it and the modules before
+    it does. `around`: the calls, in A and B, in which that code is: the innermost ones around the module whose inputs
+    do not differ; None if the module itself differs, or if that code is in no module."""
 
     site: Site
     a: ModuleCall | None
     b: ModuleCall | None
     inputs: tuple[Input, ...]
+    others: tuple[str, ...]
     itself: bool | None
     around: tuple[ModuleCall, ModuleCall] | None
     calls: tuple[Forward, Forward]
@@ -116,7 +123,8 @@ class Found(NamedTuple):
 
 class Outcome(NamedTuple):
     """`fed`: what B was fed, by key. `sites`: in the order of A's computation. `unmatched_a`, `unmatched_b`: keys of
-    outputs without a partner."""
+    outputs without a partner. `shapes`: whether some of these have one name and other shapes, which is a difference
+    that feeding does not show."""
 
     sites: tuple[Site, ...]
     found: Found | None
@@ -125,12 +133,13 @@ class Outcome(NamedTuple):
     unmatched_b: tuple[str, ...]
     ambiguous: tuple[Ambiguous, ...]
     notes: tuple[str, ...]
+    shapes: bool = False
 
 
 def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
     """Returns what feeding A's values into B shows. **Raises** BisectError if a model fails, or if no output of A's
     modules is matched with one of B's."""
-    trace_a, trace_b = a.capture(), b.capture()
+    (trace_a, unseen_a), (trace_b, unseen_b) = a.capture(), b.capture()
     seen = [_observations(trace) for trace in (trace_a, trace_b)]
     if rules is not None:
         rules.check(*([o.site.name for o in side] for side in seen))
@@ -153,7 +162,15 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
     ]
     listed = {key for each in matching.ambiguous for key in (*each.a, *each.b)}
     alone = [tuple(key for key in keys if key not in listed) for keys in alone]
-    return Outcome(tuple(sites), found, fed, alone[0], alone[1], tuple(matching.ambiguous), tuple(matching.notes))
+    notes = [*matching.notes, *_not_compared("A", unseen_a), *_not_compared("B", unseen_b)]
+    shapes = matching.differs and bool(alone[0]) and bool(alone[1])
+    return Outcome(tuple(sites), found, fed, alone[0], alone[1], tuple(matching.ambiguous), tuple(notes), shapes)
+
+
+def _not_compared(side: str, unseen: Sequence[str]) -> list[str]:
+    """Returns what is said of module outputs that traces cannot hold."""
+    said = "has outputs of modules that traces cannot hold; they are not compared, and count as code between others"
+    return [f"{side} {said}: {names.few(unseen, _NAMED)}"] if unseen else []
 
 
 def _observations(trace: Trace) -> list[Observation]:
@@ -286,15 +303,20 @@ def _narrowed(
     call_a, call_b = calls
     runs = passes[0], passes[1]
     inputs: list[Input] = []
+    others: list[str] = []
     itself = around = None
     if call_a is not None and call_b is not None:
         inputs, given = _compared(runs, (call_a, call_b), first)
+        others = [s.key for s in slots(call_b) if s.key not in given]
         if given:
             again = b.run({**fed, **given}, enclosing(first.pair.b.name)).values.get(first.pair.b.key)
-            itself = _local(first.pair, of_a[first.pair.a.key], again) > first.limit
+            differs = _local(first.pair, of_a[first.pair.a.key], again) > first.limit
+            itself = None if differs and others else differs
+        elif without_arrays(call_a, call_b):
+            itself = True
         if itself is False:
             around = _around(runs, (call_a, call_b), first)
-    return Found(first, call_a, call_b, tuple(inputs), itself, around, runs)
+    return Found(first, call_a, call_b, tuple(inputs), tuple(others), itself, around, runs)
 
 
 def _compared(
@@ -315,21 +337,42 @@ def _compared(
 def _around(
     runs: tuple[Forward, Forward], calls: tuple[ModuleCall, ModuleCall], first: Site
 ) -> tuple[ModuleCall, ModuleCall] | None:
-    """Returns the innermost calls around a call in A and B whose inputs do not differ, None if there are none."""
+    """Returns the innermost calls around a call in A and B whose inputs are the same. The whole models' are. None if
+    there is no whole model: a function in JAX may run several modules."""
     a, b = calls
     while a.parent is not None and b.parent is not None:
         a, b = runs[0].calls[a.parent], runs[1].calls[b.parent]
-        if not any(given.differs for given in _compared(runs, (a, b), first)[0]):
+        inputs, _ = _compared(runs, (a, b), first)
+        if without_arrays(a, b) or (inputs and not any(given.differs for given in inputs)):
             return a, b
-    return None
+    roots = [[c for c in run.calls if c.parent is None] for run in runs]
+    whole = all(len(of) == 1 and not of[0].path for of in roots)
+    return (roots[0][0], roots[1][0]) if whole else None
+
+
+def without_arrays(a: ModuleCall, b: ModuleCall) -> bool:
+    """Whether two calls have the same arguments, all of which are plain values."""
+    given = [(call.args, dict(call.kwargs)) for call in (a, b)]
+    return all(map(_plain, given)) and given[0] == given[1]
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_plain, value.values()))
+    return all(map(_plain, value)) if type(value) in (tuple, list) else type(value) in PLAIN  # type: ignore[arg-type]
 
 
 def enclosing(name: str) -> list[str]:
     """Returns the path of the module whose output has a name, and those of the modules around it; "" is the whole
     model."""
-    place = names.split(name).place
-    path = name[: len(name) - len(place)] if place else name
+    path = path_of(name)
     return ["", *(path[:i] for i, c in enumerate(path) if c in "./"), path]
+
+
+def path_of(name: str) -> str:
+    """Returns the path of the module whose output has a name."""
+    place = names.split(name).place
+    return name[: len(name) - len(place)] if place else name
 
 
 def slots(call: ModuleCall) -> list[Slot]:
@@ -342,9 +385,11 @@ def slots(call: ModuleCall) -> list[Slot]:
         elif isinstance(value, Mapping):
             for x in value.values():
                 add(x)
-        elif type(value) in (tuple, list):
-            for x in value:  # type: ignore[union-attr]
+        elif isinstance(value, (tuple, list)):
+            for x in value:
                 add(x)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            add([getattr(value, f.name, None) for f in dataclasses.fields(value)])
 
     add(call.args)
     add(call.kwargs)

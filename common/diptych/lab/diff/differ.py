@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from diptych.lab.diff import layout, match, measure, verdict
+from diptych.lab.diff import layout, match, measure, names, verdict
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.measure import viewed
 from diptych.lab.diff.result import GREEN, Ambiguous, Cell, DiffError, First, Result, Row, Side
@@ -42,17 +42,17 @@ def diff(
     named = ([o.site.name for both in seen.values() for o in both[i]] for i in range(2))
     of_rules = [] if rules is None else rules.check(*named)
     rows: list[_Row] = []
+    sites: dict[int, list[Site]] = {}
     shapes: list[str] = []
     differs = False
     unmatched: tuple[dict[str, None], dict[str, None]] = ({}, {})
     ambiguous: dict[Ambiguous, None] = {}
     for rank, (seen_a, seen_b) in seen.items():
         matching = match.match(seen_a, seen_b, (a.meta.framework, b.meta.framework), rules)
-        base = len(rows)
-        inputs = _inputs([o.site for o in seen_a], {p.a.key: base + i for i, p in enumerate(matching.pairs)})
-        rows += [_Row(rank, pair, inputs[pair.a.key]) for pair in matching.pairs]
-        for keys, sites in zip(unmatched, (matching.unmatched_a, matching.unmatched_b), strict=True):
-            keys.update(dict.fromkeys(s.key for s in sites))
+        sites[rank] = [o.site for o in seen_a]
+        rows += [_Row(rank, pair) for pair in matching.pairs]
+        for keys, alone in zip(unmatched, (matching.unmatched_a, matching.unmatched_b), strict=True):
+            keys.update(dict.fromkeys(s.key for s in alone))
         ambiguous.update(dict.fromkeys(matching.ambiguous))
         shapes += [n for n in matching.notes if n not in shapes]
         differs |= matching.differs
@@ -61,9 +61,12 @@ def diff(
     unknown: list[str] = []
     cells = _cells(rows, (a, b), references, numbers, unknown, threads)
     notes = [*of_rules, *shapes, *unknown, *_notes(a, b, references, numbers, steps)]
+    if a.meta.framework != b.meta.framework:
+        rows, cells = _without_inner(rows, cells, unmatched, notes)
     if all(cell.verdict == "unknown" and not cell.differing for row in cells for cell in row):
         raise DiffError(f"nothing can be said: {next(iter(unknown), 'no step has a matched site in both traces')}")
-    found = tuple(row.row(tuple(each)) for row, each in zip(rows, cells, strict=True))
+    inputs = [x for rank, of_a in sites.items() for x in _inputs(rows, rank, of_a)]
+    found = tuple(row.row(of, tuple(each)) for row, of, each in zip(rows, inputs, cells, strict=True))
     first = _first(found)
     differs |= any(
         c.verdict not in NO_FINDING or (c.verdict == "unknown" and c.differing) for row in cells for c in row
@@ -77,13 +80,12 @@ def diff(
 class _Row(NamedTuple):
     rank: int
     pair: match.Pair
-    inputs: tuple[int, ...] | None
 
-    def row(self, cells: tuple[Cell, ...]) -> Row:
+    def row(self, inputs: tuple[int, ...] | None, cells: tuple[Cell, ...]) -> Row:
         a, b, by, axes = self.pair
         return Row(
             a.key, b.key, self.rank, a.kind, a.name, a.call, a.shape, a.dtype, b.dtype, by, axes is not None,
-            self.inputs, options_apart(a.operation, b.operation), cells,
+            inputs, options_apart(a.operation, b.operation), cells,
         )  # fmt: skip
 
 
@@ -165,9 +167,10 @@ def _first_seen(rank: Rank, numbers: list[int]) -> list[Observation]:
     return ordered
 
 
-def _inputs(sites: Sequence[Site], rows: Mapping[str, int]) -> dict[str, tuple[int, ...] | None]:
-    """Returns the nearest rows that each site is computed from, through sites that are no rows; None if only the order
-    is known."""
+def _inputs(all_rows: Sequence[_Row], rank: int, sites: Sequence[Site]) -> list[tuple[int, ...] | None]:
+    """Returns the nearest rows that each row of a rank is computed from, through sites that are no rows; None if only
+    the order is known."""
+    rows = {row.pair.a.key: i for i, row in enumerate(all_rows) if row.rank == rank}
     nearest: dict[str, frozenset[int] | None] = {}
     last = {key: site.key for site in sites for key in site.inputs or ()}
     ordered: dict[str, tuple[int, ...] | None] = {}
@@ -184,7 +187,7 @@ def _inputs(sites: Sequence[Site], rows: Mapping[str, int]) -> dict[str, tuple[i
         for key in site.inputs or ():
             if last[key] == site.key:
                 nearest.pop(key, None)
-    return ordered
+    return [ordered[key] for key in rows]
 
 
 # --- cells ---
@@ -226,7 +229,7 @@ def _compared(
             x, y = a.get(pair.a.key), b.get(pair.b.key)
             if x is None or y is None:
                 continue
-            if pair.axes not in layout.ways(x.site, y.site):
+            if not layout.holds(x.site.shape, y.site.shape, pair.axes):
                 found[i].append(Cell(number, "differs", None, None, None, 0))
                 seen["of sites whose shapes differ in that step"] += 1
                 continue
@@ -289,6 +292,34 @@ def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> 
     return "unknown: a trace has neither values nor hashes that tell"
 
 
+def _without_inner(
+    rows: list[_Row], cells: list[list[Cell]], unmatched: tuple[dict[str, None], dict[str, None]], notes: list[str]
+) -> tuple[list[_Row], list[list[Cell]]]:
+    """Leaves out operations of two frameworks that differ in modules whose outputs agree: each framework computes such
+    a module by operations of its own, such as a product that is scaled and one of a scaled operand."""
+    modules: dict[tuple[int, str, int], bool] = {}  # by rank, path and step: whether all outputs agree
+    for row, found in zip(rows, cells, strict=True):
+        if row.pair.a.kind == "activation":
+            for cell in found:
+                key = row.rank, names.split(row.pair.a.name).path, cell.step
+                modules[key] = modules.get(key, True) and cell.verdict in GREEN
+    left: list[bool] = []
+    for row, found in zip(rows, cells, strict=True):
+        path = names.split(row.pair.a.name.rpartition("/")[0]).path
+        inner = row.pair.by == "operation" and any(
+            c.verdict not in NO_FINDING and modules.get((row.rank, path, c.step)) for c in found
+        )
+        left.append(not inner)
+    if apart := [row.pair for row, kept in zip(rows, left, strict=True) if not kept]:
+        unmatched[0].update(dict.fromkeys(pair.a.key for pair in apart))
+        unmatched[1].update(dict.fromkeys(pair.b.key for pair in apart))
+        notes.append(
+            f"operations that differ inside of modules whose outputs agree are not compared, since frameworks cut a "
+            f"computation otherwise: {names.few([pair.a.key for pair in apart])}"
+        )
+    return list(itertools.compress(rows, left)), list(itertools.compress(cells, left))
+
+
 # --- where they part ---
 
 
@@ -302,16 +333,24 @@ def _first(rows: Sequence[Row]) -> tuple[First, ...]:
     if not by_step:
         return ()
     step = min(by_step)
-    findings, behind, any_before = by_step[step], set[int](), set[int]()
+    findings, behind = by_step[step], set[int]()
+    any_before, unknown_before = set[int](), set[int]()  # ranks
     first = []
     for i, row in enumerate(rows):
         # A parameter is as the step before left it.
         inputs = () if row.kind == "parameter" else row.inputs
-        late = row.rank in any_before if inputs is None else any(n in findings or n in behind for n in inputs)
+        if inputs is None:
+            late = row.rank in any_before
+        else:
+            # A tensor without a gradient, of a frozen encoder for example, may be an input that is not listed.
+            unlisted = row.kind != "parameter" and row.rank in unknown_before
+            late = unlisted or any(n in findings or n in behind for n in inputs)
         if late:
             behind.add(i)
         if i in findings:
             any_before.add(row.rank)
+            if inputs is None:
+                unknown_before.add(row.rank)
             if not late:
                 first.append(First(i, step, findings[i].verdict))
     return tuple(sorted(first, key=lambda f: rows[f.row].kind not in FORWARD))

@@ -26,6 +26,11 @@ def moved(shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
     return tuple(shape[i] for i in axes)
 
 
+def holds(shape: tuple[int, ...], held: tuple[int, ...], axes: Axes | None) -> bool:
+    """Returns whether a tensor of one shape is held in another one. `axes`: as `ways` has them."""
+    return merged(shape, held) if axes is None else len(axes) == len(held) and moved(held, axes) == shape
+
+
 def ways(a: Site, b: Site) -> list[Axes | None]:
     """Returns the ways in which b may hold the tensor of a, by their shapes and the names of parameters alone: None for
     the same order, else the axes of b in the order of a's."""

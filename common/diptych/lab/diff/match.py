@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diptych.lab.capture import MODEL
-from diptych.lab.diff import layout, names
+from diptych.lab.diff import layout, names, operations
 from diptych.lab.diff.layout import Axes
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.order import unique_alignment
@@ -64,12 +64,15 @@ def match(
             found.follow()
         if rules is not None:
             found.by_rules(rules, grads)
+        if not grads:
+            found.set_functions_aside()
         found.by_names("name", lambda site: names.split(site.name), grads)
         found.by_names("table", names.common, grads)
         if not grads:
             found.by_bits()
             found.by_modules()
             found.by_order()
+            found.by_operations()
     return found.result()
 
 
@@ -78,6 +81,10 @@ class _Matcher:
         self._all = {o.site.key: o for o in a}, {o.site.key: o for o in b}
         self._left = {k: o.site for k, o in self._all[0].items()}, {k: o.site for k, o in self._all[1].items()}
         self._same_framework = same_framework
+        self._functions: tuple[dict[str, Site], ...] = ({}, {})
+        if not same_framework:  # of two frameworks only their operations show which ones are the same
+            for functions, left in zip(self._functions, self._left, strict=True):
+                functions.update({k: s for k, s in left.items() if operations.is_function(s)})
         self._pairs: dict[str, Pair] = {}
         self._ambiguous: list[Ambiguous] = []
         self._votes: dict[Hashable, set[Hashable]] = collections.defaultdict(set)
@@ -89,19 +96,18 @@ class _Matcher:
         notes = []
         shown: dict[bool, list[str]] = {False: [], True: []}
         for a, b in self._other_shapes:
-            shown[layout.held_otherwise(a, b)].append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
+            otherwise = layout.held_otherwise(a, b) or self._is_flipped(a, b)
+            shown[otherwise].append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
         if shown[False]:
             notes.append(f"sites with the same name have other shapes, which is a finding: {names.few(shown[False])}")
         if shown[True]:
-            notes.append(
-                f"sites with the same name are held in other shapes and not compared: {names.few(shown[True])}"
-            )
+            notes.append(f"sites with the same name are held otherwise and not compared: {names.few(shown[True])}")
         apart = [{pair[i].key for pair in self._other_shapes} for i in range(2)]
         alone = [
             [o.site for key, o in side.items() if key in left or key in other]
             for side, left, other in zip(self._all, self._left, apart, strict=True)
         ]
-        flat = [p.a.key for p in pairs if p.axes is None and p.a.shape != p.b.shape]
+        flat = [p.a.key for p in pairs if p.axes is None and _longer(p.a.shape) != _longer(p.b.shape)]
         if flat:
             notes.append(f"tensors whose axes are merged in one trace are compared flat: {names.few(flat)}")
         return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(shown[False]))
@@ -135,7 +141,7 @@ class _Matcher:
         self._vote(pairs)
         for a, b in pairs:
             ways = layout.ways(a, b)
-            if ways:
+            if ways and not self._is_flipped(a, b):
                 self._take_one(a, b, by, ways)
             elif names.split(a.name).place == names.split(b.name).place:
                 self._other_shapes.append((a, b))
@@ -168,8 +174,16 @@ class _Matcher:
 
     def vote(self) -> None:
         """Before the stages, so that each of them knows the votes of all sites that the table pairs."""
-        a, b = (list(left.values()) for left in self._left)
+        a, b = ([s for k, s in left.items() if k not in self._functions[i]] for i, left in enumerate(self._left))
         self._vote(_unique(a, b, lambda s: (s.kind, names.common(s), s.call)))
+
+    def set_functions_aside(self) -> None:
+        """Hides the sites of functions of two frameworks from the stages before `by_operations`."""
+        for functions, left in zip(self._functions, self._left, strict=True):
+            for key in functions.keys() - left.keys():
+                del functions[key]
+            for key in functions:
+                del left[key]
 
     def follow(self) -> None:
         """Gradients of matched tensors."""
@@ -259,6 +273,29 @@ class _Matcher:
             for i, j in pairs or ():
                 self._take_one(a[i], b[j], "order", layout.ways(a[i], b[j]))
 
+    def by_operations(self) -> None:
+        """Takes operands and results of two frameworks' operations, by what these compute within matched modules."""
+        modules = _unique_map(
+            (names.split(p.a.name).path, names.split(p.b.name).path)
+            for p in self._pairs.values() if p.a.kind == "activation"
+        )  # fmt: skip
+        for left, functions in zip(self._left, self._functions, strict=True):
+            left.update(functions)
+        found = [
+            [o for o in operations.operations([o.site for o in side.values()]) if o.out.key in left]
+            for side, left in zip(self._all, self._left, strict=True)
+        ]
+        for a, b in operations.groups(found[0], found[1], modules):
+            if len(a) != len(b):
+                self._list([o.out for o in a], [o.out for o in b], _COUNTS)
+                continue
+            for x, y in zip(a, b, strict=True):
+                if not (same := operations.sites(x, y, self._equal)):
+                    self._list([x.out], [y.out], _OPERANDS)
+                for pair in same:
+                    if pair.a.key in self._left[0] and pair.b.key in self._left[1]:
+                        self._take_one(pair.a, pair.b, "operation", pair.ways)
+
     def _by_shape(self) -> None:
         sides = [[s for s in left.values() if s.kind == "parameter"] for left in self._left]
         tokens = [collections.defaultdict(list) for _ in sides]
@@ -311,6 +348,19 @@ class _Matcher:
                 found.append(((site.dtype, layout.moved(site.shape, axes), _digest(o, axes)), axes))
         return found
 
+    def _is_flipped(self, a: Site, b: Site) -> bool:
+        """Returns whether two parameters, or their gradients, are known by the parameters' bits to be the weight of a
+        transposed convolution and flax's kernel, whose spatial axes flax reverses."""
+        if {names.leaf(a), names.leaf(b)} != {"weight", "kernel"} or not len(a.shape) == len(b.shape) > 2:
+            return False
+        found = [self._all[i].get(_key("parameter", s)) for i, s in enumerate((a, b))]
+        weight, kernel = found if names.leaf(a) == "weight" else found[::-1]
+        if weight is None or kernel is None or not weight.record.values == kernel.record.values == "whole":
+            return False
+        space = tuple(range(2, len(a.shape)))
+        plain = _digest(weight, (*space, 1, 0)), _digest(weight, (*space, 0, 1), flipped=len(space))
+        return _digest(kernel, None) == plain[1] != plain[0]
+
     def _equal(self, a: Site, b: Site, axes: Axes | None) -> bool:
         x, y = self._all[0][a.key], self._all[1][b.key]
         if a.dtype != b.dtype:
@@ -324,6 +374,8 @@ _SQUARE = "a square parameter does not show whether it is transposed; a map can 
 _IMAGE = (
     "a tensor with equal axes does not show whether its channels are the second axis or the last; a map cannot say it"
 )
+_COUNTS = "a module of one framework computes more of these operations than the same module of the other one"
+_OPERANDS = "the operands of a product can be in either order"
 _ORDERS = "their kinds and shapes can be put in order in several ways; a map can say which"
 _SHAPES = "parameters of two frameworks have no common order, and these have the same shape; a map can say which"
 
@@ -352,10 +404,17 @@ def _constant(o: Observation) -> bool:
     return found is not None and found.amax is not None and abs(found.mean or 0.0) == found.amax
 
 
-def _digest(o: Observation, axes: Axes | None) -> bytes:
+def _longer(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without axes of 1."""
+    return tuple(n for n in shape if n != 1)
+
+
+def _digest(o: Observation, axes: Axes | None, flipped: int = 0) -> bytes:
+    """Returns a hash of whole values with moved axes, of which so many first ones are reversed."""
     values = o.values
     assert values is not None
     bits = values.tensor.bits if axes is None else np.transpose(values.tensor.bits, axes)
+    bits = np.flip(bits, tuple(range(flipped)))
     return hashlib.blake2b(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 

@@ -66,11 +66,24 @@ def is_parameter(site: Site) -> bool:
 def common(site: Site) -> Name:
     """Returns the name that a site has in both frameworks by the table, if it has one."""
     path, place = split(site.name)
-    parts = [p for p in path.split("/") if p not in _WRAPPERS] or [MODEL]
+    parts = _unwrapped(path)
     if is_parameter(site):
         if len(parts) > 1 and parts[-1] == "value":  # of an nnx variable
             del parts[-1]
         parts[-1] = _LEAVES.get(parts[-1], parts[-1])
+    return Name(_by_table(parts), place)
+
+
+def module(path: str) -> str:
+    """Returns the path that a module has in both frameworks by the table."""
+    return _by_table(_unwrapped(path))
+
+
+def _unwrapped(path: str) -> list[str]:
+    return [p for p in path.split("/") if p not in _WRAPPERS] or [MODEL]
+
+
+def _by_table(parts: list[str]) -> str:
     if len(parts) > 1 and parts[0] in _BASES:
         del parts[0]
     found: list[str] = []
@@ -80,7 +93,7 @@ def common(site: Site) -> Name:
     for i, part in enumerate(found[1:]):
         if part.isdecimal():
             found[i] = _STACKS.get(found[i], found[i])
-    return Name("/".join(found), place)
+    return "/".join(found)
 
 
 def few(items: Sequence[str], count: int = 3) -> str:

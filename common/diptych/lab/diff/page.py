@@ -34,6 +34,7 @@ MATCHES = {
     "table": "table of names",
     "bits": "parameters' bits",
     "order": "shape and order",
+    "operation": "operations of a module",
 }
 _SCRIPTS = ("model.js", "heat.js", "chart.js", "page.js")
 _NUMBERS: dict[str, Callable[[Cell], float | None]] = {

@@ -9,7 +9,7 @@ from typing import Literal
 from diptych.lab.traces.schema import Kind
 
 Verdict = Literal["same", "rounding", "beyond", "definition", "differs", "unknown"]
-Matched = Literal["map", "name", "table", "bits", "order"]
+Matched = Literal["map", "name", "table", "bits", "order", "operation"]
 GREEN = ("same", "rounding")
 """Verdicts that are no finding; nor is "unknown"."""
 

@@ -1,7 +1,7 @@
 """Shapes of what the frameworks' operations compute: a trace cannot ask for more memory than its tensors have.
 
-Targets of cross entropy must be classes. For others each way to write it has results of its own: PyTorch stops, and JAX
-counts from the end, or returns NaN or 0.
+Targets of cross entropy must be classes, and ids of an embedding rows of its table. For others each way to write it has
+results of its own: PyTorch stops, and JAX counts from the end, clips, or returns NaN or 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from diptych.lab.replay.op import Op, ReplayError
+from diptych.lab.replay.op import Bits, Op, ReplayError
 from diptych.lab.traces import DTYPES
 
 Shape = tuple[int, ...]
@@ -21,8 +21,8 @@ _LARGEST = 2**28
 
 def require_shape(op: Op) -> None:
     """**Raises** ReplayError if the result of a framework's operation does not have the shape that its operands and
-    options lead to, if a convolution needs too much memory, or if a target is no class. ValueError for operands that
-    do not fit."""
+    options lead to, if a convolution needs too much memory, or if a target is no class or an id no row. ValueError for
+    operands that do not fit."""
     if op.kind not in _ROWS:
         return
     shapes = {name: bits.data.shape for name, bits in op.inputs.items()}
@@ -30,15 +30,20 @@ def require_shape(op: Op) -> None:
     if found != held:
         raise ReplayError(f"the recorded result has shape {list(held)}, but its operands lead to {list(found)}")
     if op.kind == "cross_entropy":
-        _require_classes(op)
+        classes = op.inputs["logits"].data.shape[op.options["axis"]]
+        _require_indices(op.inputs["targets"], classes, "targets are no classes", op.options["ignore_index"])
+    if op.kind == "embedding":
+        _require_indices(op.inputs["ids"], op.inputs["table"].data.shape[0], "ids are no rows of the table", None)
 
 
-def _require_classes(op: Op) -> None:
-    targets, classes = op.inputs["targets"], op.inputs["logits"].data.shape[op.options["axis"]]
-    found = DTYPES[targets.dtype].decode(targets.data)
-    wrong = found[((found < 0) | (found >= classes)) & (found != op.options["ignore_index"])]
+def _require_indices(given: Bits, count: int, says: str, ignored: int | None) -> None:
+    found = DTYPES[given.dtype].decode(given.data)
+    wrong = found[((found < 0) | (found >= count)) & (found != ignored)]
     if wrong.size:
-        raise ReplayError(f"{wrong.size} targets are no classes from 0 to {classes - 1}, the first is {wrong[0]:.0f}")
+        why = (
+            "frameworks differ in what they do there: PyTorch raises an error, JAX counts from the end, clips or fills"
+        )
+        raise ReplayError(f"{wrong.size} {says} from 0 to {count - 1}, the first is {wrong[0]:.0f}; {why}")
 
 
 def _matmul(of: Mapping[str, Shape], options: Mapping[str, Any]) -> Shape:

@@ -31,12 +31,10 @@ Array = jax.Array
 _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
 _JIT = ("jit", "pjit")
 _OP = target("")
-ROOT = "model"
-"""The path of a whole model."""
 
 
 class Where(NamedTuple):
-    """What encloses an equation. `module`: the path of a module, None outside of modules. `scopes`: the user's names.
+    """What encloses an equation. `module`: the name of a module, None outside of modules. `scopes`: the user's names.
     `recomputed`: whether forward has observed it already. `closed`: whether it is backward code, or inside of an
     operation that is a site itself. `after`, `needed`: as `forward_code` has them, of the jaxpr that is evaluated.
     `outer`: as `Functions` have it."""
@@ -65,7 +63,7 @@ class Where(NamedTuple):
         return not self.recomputed and not self.closed
 
     def name(self, what: str) -> str:
-        path = (self.module or ROOT) if self.module is not None else "/".join(self.scopes)
+        path = self.module or "/".join(self.scopes)
         return f"{path}/{what}" if path else what
 
 

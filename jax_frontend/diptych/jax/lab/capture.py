@@ -9,17 +9,15 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.jax.functional.hash import hash
-from diptych.jax.graph.arguments import Call, copied_nodes, is_node, nodes_state
+from diptych.jax.graph.arguments import Call
+from diptych.jax.lab import plain_bits
 from diptych.jax.lab.compiled import Program
 from diptych.jax.lab.taps import Tracing
 from diptych.lab import capture as common
-from diptych.lab.traces import Meta, Options, Writer, is_recorded
+from diptych.lab.traces import Meta, Options, Writer
 
 
 def capture(
@@ -89,7 +87,7 @@ class Capture:
         self.step += 1
         if step % self._options.every:
             return self._fn(*args, **kwargs)
-        plain = self._plain(args, kwargs) if self._check else None
+        plain = plain_bits.of_run(self._fn, args, kwargs) if self._check else None
         with Call(args, kwargs) as call:
             program = self._program(call)
             result, observed = program(call.arrays, self._writer)
@@ -98,7 +96,7 @@ class Capture:
         self._writer.step(step, program.entries(observed, self._writer))
         if plain is not None:
             self._check = False
-            self._writer.note(plain_bits=plain == _bits((returned, nodes_state((args, kwargs)))))
+            self._writer.note(plain_bits=plain == plain_bits.bits(returned, args, kwargs))
         return returned
 
     def close(self) -> None:
@@ -134,35 +132,6 @@ class Capture:
     def _report(self, results: Any) -> None:
         self._results = results
         self.retraces += 1
-
-    def _plain(self, args: Any, kwargs: Any) -> Any:
-        """Returns the bits of the function's results, of what it left in objects of nnx too, on copies of arguments."""
-        args, kwargs = _copied((args, kwargs))
-        return _bits((self._fn(*args, **kwargs), nodes_state((args, kwargs))))
-
-
-def _copied(tree: Any) -> Any:
-    """Returns a copy, so that a function that donates or changes its arguments leaves the originals."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
-    nodes = iter(copied_nodes([x for x in leaves if is_node(x)]))
-    copy = lambda x: next(nodes) if is_node(x) else x.copy() if isinstance(x, jax.Array) else x  # noqa: E731
-    return structure.unflatten(map(copy, leaves))
-
-
-def _bits(tree: Any) -> list[Any]:
-    return [_bits_of(x) for x in jax.tree.leaves(tree)]
-
-
-def _bits_of(x: Any) -> Any:
-    if isinstance(x, np.ndarray | np.generic):
-        if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-            return x.tobytes()  # a traced function returns another dtype
-        x = jnp.asarray(x)
-    if not isinstance(x, jax.Array):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return _bits_of(jax.random.key_data(x))
-    return np.asarray(hash(x) if is_recorded(str(x.dtype)) else x).tobytes()
 
 
 def _device() -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from diptych.jax.primitives.quantize import dtype_of
 from diptych.lab import capture as rules
 from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, within
 from diptych.lab.replay.table import TABLE
-from diptych.lab.traces import Site, Tensor
+from diptych.lab.traces import Site, Tensor, is_recorded
 
 Array = jax.Array
 _BUDGET = 2**61  # bytes: all values are whole
@@ -37,23 +38,32 @@ class Feeder:
         self._device = device
         self._programs: dict[tuple[frozenset[str], str | None], _Program] = {}
 
-    def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
+    def capture(self, inputs: Inputs, folder: pathlib.Path) -> list[str]:
         with (
             jax.default_device(self._device),
             capture(self._fn, folder, values="full", budget=_BUDGET, statistics=False, check=False) as run,
         ):
             # A copy: the model of all passes has the same counts of random numbers, which a call changes.
             run(*copied_nodes(list(self._first)), *inputs.args, **inputs.kwargs)
+        with self._program(inputs, frozenset(), None) as (program, _):
+            return list(program.unseen)
 
     def __call__(
         self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
     ) -> Forward:
-        paths = frozenset(inside), ops
+        with self._program(inputs, frozenset(inside), ops) as (program, arrays):
+            return program(arrays, fed)
+
+    @contextlib.contextmanager
+    def _program(
+        self, inputs: Inputs, inside: frozenset[str], ops: str | None
+    ) -> Iterator[tuple[_Program, Sequence[Any]]]:
+        """Yields the traced model, and its arrays."""
         args, kwargs = (*self._first, *inputs.args), dict(inputs.kwargs)
         with jax.default_device(self._device), Call(args, kwargs) as call:
-            if paths not in self._programs:
-                self._programs[paths] = _Program(self._fn, call, *paths)
-            return self._programs[paths](call.arrays, fed)
+            if (inside, ops) not in self._programs:
+                self._programs[inside, ops] = _Program(self._fn, call, inside, ops)
+            yield self._programs[inside, ops], call.arrays
 
 
 def _called(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -72,16 +82,46 @@ class _Entry(NamedTuple):
     at: tuple[int, ...]
 
 
+class _Tracing(Tracing):
+    """`unseen`: the outputs of modules that traces cannot hold, with their dtypes."""
+
+    def __init__(self, inside: frozenset[str], functions: bool) -> None:
+        super().__init__("**", functions, inside)
+        self.unseen: dict[str, None] = {}
+
+    def _tap(self, x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
+        if kind == "activation" and isinstance(x, jax.Array) and not is_recorded(str(x.dtype)):
+            self.unseen[f"{name} ({x.dtype})"] = None
+        return super()._tap(x, name, kind, grad, number)
+
+    def _inputs(self, frame: Any, args: Any, kwargs: Any) -> Any:
+        tapped = super()._inputs(frame, args, kwargs)
+        call, key = self.calls[-1], f"operand:{rules.named(frame.path)}/call:{frame.number}"
+        self.calls[-1] = call._replace(args=_marked(call.args, key), kwargs=_marked(call.kwargs, key))
+        return tapped
+
+
+def _marked(value: Any, key: str) -> Any:
+    """Returns a module's arguments with a slot, which has no value, for each that holds arrays which were not seen:
+    those in the fields of an object, and random keys."""
+    if type(value) in (tuple, list):
+        return type(value)(_marked(x, f"{key}[{i}]") for i, x in enumerate(value))
+    if type(value) is dict:
+        return {name: _marked(x, f'{key}["{name}"]') for name, x in value.items()}
+    seen = isinstance(value, Slot) or not any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
+    return value if seen else Slot(rules.printable(key))
+
+
 class _Program:
-    """One traced function."""
+    """One traced function. `unseen`: see `_Tracing`."""
 
     def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str], ops: str | None) -> None:
-        tracing = Tracing("**", ops is not None, inside)
+        tracing = _Tracing(inside, ops is not None)
         self._ops = ops
         with tracing():
             closed = jax.jit(call.flat(fn, tracing, lambda _: None)).trace(*call.arrays).jaxpr
         self._closed, self._picked, _ = unwrapped(closed)
-        self._calls, self._outputs = tracing.calls, tracing.outputs
+        self._calls, self._outputs, self.unseen = tracing.calls, tracing.outputs, tracing.unseen
         self._run = jax.jit(self._instrumented)
         jax.eval_shape(self._instrumented, call.arrays, {})
 

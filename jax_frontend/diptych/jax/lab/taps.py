@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from diptych.common.errors import UnsupportedError
 from diptych.jax.graph.taps import NUMBERS, ROW, SCOPE, called, tap
 from diptych.jax.lab import functions
+from diptych.jax.lab.structures import described, placed
 from diptych.lab.bisect.forward import ModuleCall, Slot
 from diptych.lab.capture import named, printable, wanted
 from diptych.lab.traces import is_recorded
@@ -98,7 +99,7 @@ class Tracing:
             args, kwargs = self._inputs(frame, args, kwargs)
         self._frames.append(frame)
         try:
-            with jax.named_scope(SCOPE + path), _context((self.number, path)):
+            with jax.named_scope(SCOPE + named(path)), _context((self.number, path)):
                 norm = functions.norm(owner, args, kwargs) if self.functions else None
                 call = functools.partial(run, *args, **kwargs)
                 out = call() if norm is None else self._called(norm, call)
@@ -113,15 +114,14 @@ class Tracing:
         return called(out, norm.row, operation, operands)
 
     def _output(self, out: Any, frame: _Frame) -> Any:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-        names = [named(frame.path, "".join(map(_place, keys))) for keys, _ in leaves]
+        leaves, tree = placed(out)
         numbers = [next(NUMBERS) for _ in leaves]
         if frame.number is not None:
             self.outputs[frame.number] = numbers
         return tree.unflatten(
             [
-                self._tap(x, name, "activation", "activation_grad", number)
-                for (_, x), name, number in zip(leaves, names, numbers, strict=True)
+                self._tap(x, named(frame.path, place), "activation", "activation_grad", number)
+                for (place, x), number in zip(leaves, numbers, strict=True)
             ]
         )
 
@@ -135,19 +135,13 @@ class Tracing:
         frame.number = len(self.calls)
         prefix = f"{named(frame.path)}/call:{frame.number}"
 
-        def tapped(value: Any, place: str) -> tuple[Any, Any]:
-            if type(value) in (tuple, list):
-                both = [tapped(x, f"{place}[{i}]") for i, x in enumerate(value)]
-                return tuple(type(value)(x) for x in (zip(*both, strict=True) if both else ((), ())))  # type: ignore[return-value]
-            if type(value) is dict:
-                both = {k: tapped(x, f'{place}["{k}"]') for k, x in value.items()}
-                return {k: x for k, (x, _) in both.items()}, {k: x for k, (_, x) in both.items()}
+        def tapped(value: Any, place: str) -> tuple[Any, Slot] | None:
             if not isinstance(value, jax.Array) or not is_recorded(str(value.dtype)):
-                return value, value
+                return None
             name = printable(prefix + place)
             return tap(value, name, "operand"), Slot(f"operand:{name}", value.ndim)
 
-        (args, of_args), (kwargs, of_kwargs) = tapped(tuple(args), ""), tapped(dict(kwargs), "")
+        (args, of_args), (kwargs, of_kwargs) = described(tuple(args), tapped), described(dict(kwargs), tapped)
         parent = next((f.number for f in reversed(self._frames) if f.number is not None), None)
         of = type(frame.owner)
         how = "linen" if any(c.__module__.startswith("flax.linen") for c in of.__mro__) else "object"
@@ -372,9 +366,3 @@ def _call_hook(call: Any, run: Any) -> Any:
 
 def _subclasses(cls: type) -> set[type]:
     return {cls}.union(*(_subclasses(c) for c in type.__subclasses__(cls)))
-
-
-def _place(key: Any) -> str:
-    """Returns where in a structure a key leads, as torch's captures spell it: fields as the entries of a dict."""
-    field = isinstance(key, jax.tree_util.GetAttrKey)
-    return f'["{key.name}"]' if field else jax.tree_util.keystr((key,)).replace("'", '"')

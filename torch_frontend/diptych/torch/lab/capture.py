@@ -21,7 +21,7 @@ from diptych.lab.capture import CaptureWarning
 from diptych.lab.diff.names import few
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import compiled, functions, own_ops, statistics, taps
+from diptych.torch.lab import compiled, functions, own_ops, plain_bits, statistics, taps
 from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
@@ -30,6 +30,7 @@ from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_RECORDING: list[Capture] = []  # whose models have their taps now
 
 
 def capture(
@@ -81,7 +82,7 @@ class Capture:
         self._armed = contextlib.ExitStack()
         self._quiet = False
         self._warned: set[str] = set()
-        self._skipped: set[type] = set()  # of what may hold tensors
+        self._skipped: set[int] = set()  # keys of modules that returned objects with tensors
 
     # --- the context ---
 
@@ -150,7 +151,7 @@ class Capture:
         """Runs a step without and with taps and notes in the trace whether both have the same bits.
 
         **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None. It is called
-        twice. Buffers, gradients and torch's random numbers are set back each time.
+        twice. Modules' attributes, gradients and torch's random numbers are set back each time.
 
         **Raises** RuntimeError outside of the `with` block, or if the present step has begun.
 
@@ -166,9 +167,9 @@ class Capture:
         self._armed.close()
         self._quiet = True
         try:
-            plain = self._bits(run)
+            plain = plain_bits.bits(self._model, run, self._warn)
             with self._attached():
-                same = self._bits(run) == plain
+                same = plain_bits.bits(self._model, run, self._warn) == plain
         finally:
             self._quiet = False
             self._begin()
@@ -178,24 +179,6 @@ class Capture:
             same = all(found)
         self._writer.note(plain_bits=same)
         return same
-
-    def _bits(self, run: Callable[[], Any]) -> list[Any]:
-        parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
-        held, grads = [b.detach().clone() for b in buffers], [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        devices = {t.device for t in [*parameters, *buffers] if t.device.type == "cuda"}
-        try:
-            with torch.random.fork_rng(devices=[d.index or 0 for d in devices]):
-                loss = run()
-            found = [loss.detach() if isinstance(loss, Tensor) else None, *[p.grad for p in parameters], *buffers]
-            return [None if t is None else statistics.bits(taps.local(t.detach())) for t in found]
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, held, strict=True):
-                    buffer.copy_(before)
-            for p, grad in zip(parameters, grads, strict=True):
-                p.grad = grad
 
     # --- what a step needs ---
 
@@ -212,6 +195,7 @@ class Capture:
         self._seen: dict[Any, Seen] = {}  # of modules and ops, in the order of computation
         self._first: list[Seen] = []  # parameters
         self._last: dict[str, Seen] = {}  # their gradients
+        self._trained = False  # whether any of these came, recorded or not
         self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
         self._running = taps.Modules()
@@ -221,6 +205,8 @@ class Capture:
     def _attached(self) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(compiled.effective(self._compiled))
+            _RECORDING.append(self)
+            stack.callback(_RECORDING.remove, self)
             ops = self.options.ops != "none"
             stack.callback(taps.attach(self._modules, self, ops))
             for name, p in self._parameters.items():
@@ -265,15 +251,13 @@ class Capture:
     def leave(self, key: int) -> None:
         self._running.leave(self._paths[key])
 
-    def skip(self, key: int, value: Any, place: str) -> None:
-        self._start()
-        kind = type(value)
-        if self._wanted[key] and not self._quiet and kind not in self._skipped:
-            self._skipped.add(kind)
+    def skip(self, key: int, kind: str, place: str, eager: bool) -> None:
+        if eager:
+            self._start()
+        if self._wanted[key] and key not in self._skipped:
+            self._skipped.add(key)
             name = rules.named(self._paths[key], place)
-            self._warn(
-                f"tensors in {name} are not recorded: {kind.__name__} is no dataclass, nor known to torch's pytree"
-            )
+            self._warn(f"tensors in {name} are not recorded: {kind} is no dataclass, nor known to torch's pytree")
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
         if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
@@ -285,6 +269,8 @@ class Capture:
         ticket, recomputed = next(_TICKETS), compiled.in_backward()
         if eager:
             self._running.output(ticket)
+        elif not recomputed:
+            taps.renew_key(self._modules[key])
         if not self._wanted[key] or self._quiet:
             return ticket
         name = rules.printable(rules.named(self._paths[key], place))
@@ -315,6 +301,7 @@ class Capture:
         if self._quiet:
             return
         gradient = p.main_grad if getattr(p, "grad_added_to_main_grad", False) else p.grad  # type: ignore[attr-defined]
+        self._trained |= gradient is not None
         if gradient is not None and (seen := self._see("parameter_grad", name, 0, gradient)) is not None:
             self._last[name] = seen
 
@@ -322,6 +309,8 @@ class Capture:
         if not backward and compiled.in_backward():  # it is computed again
             return -1
         self._start()
+        if not backward:
+            taps.renew_key(self._modules[key])
         ticket = next(_TICKETS)
         self._unused[ticket] = key
         return ticket
@@ -369,13 +358,14 @@ class Capture:
 
     def _module_of_function(self) -> str | None:
         """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
-        pass; None where functions are not recorded."""
+        pass; None where functions are not recorded, such as those that the model of another capture calls."""
         if self._quiet or self._compiled or compiled.in_backward():
             return None
         path = self._running.calls()
         if path is not None:
             return rules.named(path)
-        return "loss" if self._began and self._running.between() else None
+        elsewhere = any([other._running.calls() is not None for other in _RECORDING])
+        return "loss" if self._began and self._running.between() and not elsewhere else None
 
     def _start(self) -> None:
         """The step's first module or op runs: records the parameters that it uses."""
@@ -389,6 +379,8 @@ class Capture:
         held = taps.held({plain(n): p for n, p in self._model.named_parameters()}, self._parameters)
         if gone := [name for name in self._parameters if name not in held]:
             self._warn(f"parameters that others replace are not recorded, nor their gradients: {few(gone)}")
+        if others := taps.added(self._model, set(self._modules.values())):
+            self._warn(f"modules that came after the capture began are not recorded: {few([plain(n) for n in others])}")
         seen = [self._see("parameter", name, 0, p) for name, p in held.items()]
         self._first = [s for s in seen if s is not None]
 
@@ -474,8 +466,8 @@ class Capture:
 
     def _warn_of_gradients(self) -> None:
         recorded = [self._parameters[s.site.name] for s in self._first if s.site.name in self._parameters]
-        trained = any(p.requires_grad and not hasattr(p, "main_grad") for p in recorded)
-        if trained and not self._last and any(s.kind == "activation_grad" for s in self._seen.values()):
+        trains = any(p.requires_grad and not hasattr(p, "main_grad") for p in recorded)
+        if trains and not self._trained and any(s.kind == "activation_grad" for s in self._seen.values()):
             why = "torch.autograd.grad runs no hooks of parameters; use backward()"
             self._warn(f"gradients of activations came, and none of a parameter that is recorded: {why}")
 

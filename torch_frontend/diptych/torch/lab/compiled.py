@@ -15,6 +15,7 @@ more operand, which the op `lab_call` makes of the module's key. Invariants:
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import os
 import sys
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
 from torch.overrides import TorchFunctionMode
 
 from diptych.common.errors import UnsupportedError
@@ -206,7 +208,7 @@ def _known(op: Any) -> str:
 
 
 @torch._dynamo.assume_constant_result
-def _in_part() -> bool:
+def in_part() -> bool:
     """Whether a graph within the graph is traced, such as a checkpoint's."""
     return _tracer().parent is not None
 
@@ -219,6 +221,20 @@ def _traces_backward() -> bool:
         if any(node.op == "output" for node in tracer.graph.nodes):
             return True
     return False
+
+
+_HOLDERS = {"TensorVariable", "UserDefinedObjectVariable", "LocalGeneratorObjectVariable"}
+"""Dynamo's classes for values that are tensors or may have some, by name: not every version of torch has all."""
+
+
+def may_hold_tensors(value: Any) -> bool:
+    """Whether tensors may be in an object, as Dynamo describes it while it traces."""
+    inside: list[Any] = []
+    VariableTracker.visit(inside.append, value)
+    inside += [item.vt for v in inside for item in getattr(v, "set_items", ())]
+    plain = [isinstance(getattr(v, "value", None), enum.Enum) for v in inside]
+    kinds = [{kind.__name__ for kind in type(v).__mro__} for v in inside]
+    return any([_HOLDERS & kind and not known for kind, known in zip(kinds, plain, strict=True)])
 
 
 class Caller(TorchFunctionMode):
@@ -260,7 +276,7 @@ def _pop(context: Any) -> None:
 def enter(caller: Caller) -> None:
     """Begins a module in traced code. The stack of modes changes as the code does; in a part of a graph it changes for
     the trace alone, since no effect may leave that part."""
-    if _in_part():
+    if in_part():
         comptime(_push)
     else:
         torch._C._push_on_torch_function_stack(caller)  # type: ignore[attr-defined]
@@ -268,7 +284,7 @@ def enter(caller: Caller) -> None:
 
 def leave() -> None:
     """Ends it."""
-    if _in_part():
+    if in_part():
         comptime(_pop)
     else:
         torch._C._pop_torch_function_stack()  # type: ignore[attr-defined]

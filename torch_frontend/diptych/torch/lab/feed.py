@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
 from diptych.lab import capture as rules
@@ -20,6 +22,7 @@ from diptych.lab.traces import Site, Tensor
 from diptych.lab.traces.schema import Kind, Operation
 from diptych.torch.lab import functions, statistics, taps
 from diptych.torch.lab.capture import capture, plain
+from diptych.torch.lab.structures import mapped
 
 _BUDGET = 2**61  # bytes: all values are whole
 
@@ -30,10 +33,15 @@ class Feeder:
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model, self._device = model.to(device), torch.device(device)
 
-    def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
-        with _repeatable(self._device), capture(self._model, out=folder, values="full", budget=_BUDGET) as recording:
+    def capture(self, inputs: Inputs, folder: pathlib.Path) -> list[str]:
+        with (
+            _repeatable(self._device),
+            capture(self._model, out=folder, values="full", budget=_BUDGET) as recording,
+            _unseen(self._model) as unseen,
+        ):
             self._run(inputs)  # with gradients, by which a trace knows from what each tensor is computed
             recording.step()
+        return list(unseen)
 
     @torch.no_grad()
     def __call__(
@@ -63,6 +71,26 @@ def _repeatable(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def _unseen(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Yields the outputs of modules that run in this context and that traces cannot hold, with their dtypes."""
+    found: dict[str, None] = {}
+
+    def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        def see(x: torch.Tensor, place: str) -> torch.Tensor:
+            if _recorded(x) is None:
+                layout = "" if x.layout is torch.strided else f", {x.layout}"
+                found[f"{rules.named(path, place)} ({str(x.dtype).removeprefix('torch.')}{layout})"] = None
+            return x
+
+        mapped(output, see)
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_hook(functools.partial(note, plain(path))).remove)
+        yield found
 
 
 @dataclasses.dataclass
@@ -135,35 +163,37 @@ class _Pass:
         number = self._count[path]
         self._count[path] += 1
         name = f"{rules.named(path)}/call:{number}"
-        args, of_args = self._slots(name, args)
-        kwargs, of_kwargs = self._slots(name, kwargs)
+        first: dict[int, str] = {}
+        made: _Made = {}
+
+        def given(value: Any, place: str) -> tuple[Any, Any]:
+            """Returns an argument, perhaps replaced, and what it is, with slots."""
+            key = lambda place: f"operand:{rules.printable(name + place)}"  # noqa: E731
+            slot = lambda x, place: Slot(key(place), array=first.setdefault(id(x), key(place)))  # noqa: E731
+            slots = _described(value, slot, place)  # before `mapped` writes to it
+            return mapped(value, lambda x, place: self._see(key(place), x, made), place=place), slots
+
+        of_args = [given(x, f"[{i}]") for i, x in enumerate(args)]
+        of_kwargs = {k: given(x, f'["{k}"]') for k, x in kwargs.items()}
         parent = self._open[-1] if self._open else None
         self._open.append(len(self.calls))
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        self.calls.append(ModuleCall(path, number, kind, "torch", of_args, of_kwargs, parent))
-        return args, kwargs
-
-    def _slots(self, name: str, given: Any) -> Any:
-        """Returns arguments, some of them replaced, and what they are, with slots."""
-
-        def see(x: torch.Tensor, place: str) -> torch.Tensor:
-            return self._see(f"operand:{rules.printable(name + place)}", x)
-
-        # `mapped` maps any types: it makes structures of slots too.
-        slots: Any = taps.mapped(given, lambda x, place: Slot(f"operand:{rules.printable(name + place)}"))  # type: ignore[arg-type, return-value]
-        return taps.mapped(given, see), slots
+        slots = tuple(s for _, s in of_args), {k: s for k, (_, s) in of_kwargs.items()}
+        self.calls.append(ModuleCall(path, number, kind, "torch", *slots, parent))
+        return tuple(x for x, _ in of_args), {k: x for k, (x, _) in of_kwargs.items()}
 
     def _end(self, path: str, begins: bool, output: Any) -> Any:
         keys: list[str] = []
+        made: _Made = {}
 
         def see(x: torch.Tensor, place: str) -> torch.Tensor:
             if (dtype := _recorded(x)) is None:
                 return x
             site = self._numbers.site("activation", rules.named(path, place), tuple(x.shape), dtype)
             keys.append(site.key)
-            return self._see(site.key, x)
+            return self._see(site.key, x, made)
 
-        output = taps.mapped(output, see)
+        output = mapped(output, see)
         if self._ops is not None:
             self._stack.pop()
         if begins:
@@ -171,7 +201,9 @@ class _Pass:
             self.calls[number] = self.calls[number]._replace(outputs=tuple(keys))
         return output
 
-    def _see(self, key: str, x: torch.Tensor) -> torch.Tensor:
+    def _see(self, key: str, x: torch.Tensor, made: _Made | None = None) -> torch.Tensor:
+        """Notes a tensor's values. Returns what the model gets in its place: the tensor itself if it has the values
+        that it is to have. `made`: what was put in place of others of the same arguments or outputs."""
         if (dtype := _recorded(x)) is None:
             return x
         self.values[key] = Tensor.of(statistics.to_numpy(taps.local(x)).copy(), dtype)
@@ -180,7 +212,35 @@ class _Pass:
         if found.bits.shape != x.shape:
             raise UnsupportedError(f"bisect: {key} has other shapes in other passes: {list(found.bits.shape)} and "
                                    f"{list(x.shape)}, since values decide them")  # fmt: skip
-        return torch.tensor(found.bits).view(x.dtype).view(x.shape).to(x.device)
+        bits = found.bits.tobytes()
+        if bits == self.values[key].bits.tobytes():
+            return x
+        made = {} if made is None else made
+        if (id(x), bits) not in made:
+            made[id(x), bits] = torch.tensor(found.bits).view(x.dtype).view(x.shape).to(x.device)
+        return made[id(x), bits]
+
+
+_Made = dict[tuple[int, bytes], torch.Tensor]
+"""What replaces tensors, by their ids and its bits: one tensor at several places stays one if it gets the same values,
+as a module may ask whether its arguments are one."""
+
+
+def _described(value: Any, slot: Callable[[torch.Tensor, str], Slot], place: str) -> Any:
+    """Returns a structure of slots in place of one of tensors, which stays as it is. Places are those of `mapped`."""
+    if isinstance(value, torch.Tensor):
+        return slot(value, place)
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    if len(children) == 1 and children[0] is value:
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        made = copy.copy(value)
+        for name in [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]:
+            object.__setattr__(made, name, _described(getattr(value, name), slot, f'{place}["{name}"]'))
+        return made
+    at = value if isinstance(value, dict) else getattr(value, "_fields", range(len(children)))
+    places = [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at]
+    return pytree.tree_unflatten([_described(x, slot, p) for x, p in zip(children, places, strict=True)], spec)
 
 
 def _recorded(x: torch.Tensor) -> str | None:

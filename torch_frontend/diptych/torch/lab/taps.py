@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import bisect
 import collections
-import copy
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
+from torch._dynamo.comptime import comptime
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
@@ -33,6 +31,8 @@ from diptych.lab.traces import Site
 from diptych.lab.traces.schema import Kind, Operation
 from diptych.torch.lab import compiled
 from diptych.torch.lab.compiled import ACTIVE, Caller
+from diptych.torch.lab.structures import mapped, may_hold_tensors
+from diptych.torch.primitives.register import traced_local
 
 KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", "backward_key", "caller", "wanted")]
 
@@ -46,8 +46,9 @@ class Recorder(compiled.Recorder, Protocol):
     def leave(self, key: int) -> None:
         """It ended."""
 
-    def skip(self, key: int, value: Any, place: str) -> None:
-        """Part of an output, in eager code, is an object that may hold tensors and is not known."""
+    def skip(self, key: int, kind: str, place: str, eager: bool) -> None:
+        """Part of an output is an object of this class, which may hold tensors and is not known. In compiled code this
+        is said as the code is traced."""
 
     def wants(self, key: int) -> bool:
         """Whether a module's outputs are recorded."""
@@ -137,6 +138,17 @@ def held(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, T
     return {n: p for n, p in before.items() if now.get(n) is p or hasattr(p, "to_local")}
 
 
+def added(model: nn.Module, before: set[nn.Module]) -> list[str]:
+    """Returns the names of those modules of a model that are none of `before` and can be called, without those inside
+    of others. Modules that compile another one, and diptych's states, which a step makes, cannot."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        runs = type(module).forward is not nn.Module.forward and not hasattr(module, "_orig_mod")
+        if runs and module not in before and not any([name.startswith(f"{outer}.") for outer in found]):
+            found.append(name)
+    return found
+
+
 def local(x: Tensor) -> Tensor:
     """Returns what this rank holds of a DTensor, other tensors as they are."""
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
@@ -181,18 +193,34 @@ class _Alias(torch.autograd.Function):
         recorder.backward(key, gradient, ticket)
         return gradient, None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent)  # an alias has an alias as its tangent
+
 
 # --- hooks ---
 
 
-def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
+def _skip_while_tracing(context: Any) -> None:
+    """Runs where a compiler comes to `_skip`."""
+    recorder, key = _recorder(traced_local(context, "module"))
+    value = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    if recorder is not None and compiled.may_hold_tensors(value):
+        recorder.skip(key, value.python_type_name(), traced_local(context, "place"), False)
+
+
+def _skip(module: nn.Module, value: Any, place: str) -> None:
+    comptime(_skip_while_tracing)
+
+
+def _traced(module: nn.Module, output: Any, key: Tensor, backward_key: Tensor) -> Any:
     def tap(x: Tensor, place: str) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return _Identity.apply(x, key, backward_key, place)
         compiled.forward_op(local(x), key, place)
         return x
 
-    return mapped(output, tap)
+    return mapped(output, tap, lambda value, place: _skip(module, value, place))
 
 
 def _recorder(module: nn.Module) -> tuple[Recorder | None, int]:
@@ -206,6 +234,26 @@ def _shared(x: Tensor, given: list[Any]) -> bool:
     """Whether x is one of the given tensors, or has its memory as far as autograd knows."""
     base = x if x._base is None else x._base
     return any(isinstance(a, Tensor) and (a is base or a._base is base) for a in given)
+
+
+def _hook_if_written(x: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Lets a hook have x's gradient if x is written in place before it comes. Autograd then forgets the nodes of x's
+    views, and what comes at the node of x itself is the gradient of all of its uses."""
+    base = x if x._base is None else x._base
+    node = base.grad_fn
+    if node is None or type(base) is not Tensor or base.layout is not torch.strided or x.dtype != base.dtype:
+        return
+    counter, number = base.detach(), base.output_nr
+    counter.data = base.new_empty(0)  # it has the version of x, and none of its memory
+    version, sizes = counter._version, (base.shape, base.stride())
+    part = x.shape, x.stride(), x.storage_offset() - base.storage_offset()
+
+    def come(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if counter._version != version and gradient is not None:
+            hook(gradient.new_empty_strided(*sizes).copy_(gradient).as_strided(*part))
+
+    node.register_prehook(come)
 
 
 @torch.compiler.disable
@@ -223,14 +271,20 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         if x.requires_grad and torch.is_grad_enabled() and not (x.is_nested and x.layout is torch.strided):
             replaced = True
             if _shared(x, given):  # autograd must see what the caller writes to it
+                hook = functools.partial(recorder.backward, key, ticket=ticket)
+                _hook_if_written(x, hook)
                 x = x.view_as(x)
-                x.register_hook(lambda gradient: recorder.backward(key, gradient, ticket))
+                x.register_hook(hook)
             else:
                 x = _Alias.apply(x, recorder, key, ticket)
             x.grad_fn.metadata[KEY] = ticket  # type: ignore[union-attr, index]
         return x
 
-    output = mapped(output, tap, skip=lambda value, place: recorder.skip(key, value, place))
+    def skip(value: Any, place: str) -> None:
+        if may_hold_tensors(value):
+            recorder.skip(key, type(value).__name__, place, True)
+
+    output = mapped(output, tap, skip)
     recorder.leave(key)
     return output if replaced else None
 
@@ -260,10 +314,6 @@ def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] 
     return list(tickets), list(leaves.values())
 
 
-_TRACES_COPY = TorchVersion(torch.__version__) >= "2.13"
-"""Whether torch.compile traces `copy.copy`. torch 2.11 does not; 2.12 was not tried."""
-
-
 @torch.compiler.disable
 def _enter(module: nn.Module) -> None:
     recorder, key = _recorder(module)
@@ -286,50 +336,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         compiled.leave()
     if not getattr(module, WANTED):
         return None
-    return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
-
-
-def mapped(
-    value: Any,
-    tap: Callable[[Tensor, str], Tensor],
-    place: str = "",
-    skip: Callable[[Any, str], None] | None = None,
-) -> Any:
-    """Returns a structure with each tensor replaced by `tap(tensor, place)`, such as place '[0]["name"]'.
-
-    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is, after
-    `skip(value, place)` if it has attributes.
-    """
-    if isinstance(value, Tensor):
-        return tap(value, place)
-    if value is None or isinstance(value, (bool, int, float, str, torch.Size)):
-        return value
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
-    if len(children) == 1 and children[0] is value:
-        if dataclasses.is_dataclass(value):
-            return _mapped_fields(value, tap, place, skip)
-        if skip is not None and hasattr(value, "__dict__") and not isinstance(value, (type, enum.Enum)):
-            skip(value, place)
-        return value
-    at: Any = range(len(children))
-    if isinstance(value, dict):
-        at = value
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        at = value._fields  # type: ignore[attr-defined]
-    places = [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at]
-    children = [mapped(child, tap, where, skip) for child, where in zip(children, places, strict=True)]
-    return pytree.tree_unflatten(children, spec)
-
-
-def _mapped_fields(value: Any, tap: Any, place: str, skip: Any) -> Any:
-    fields = [f for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    found = {f.name: mapped(getattr(value, f.name), tap, f'{place}["{f.name}"]', skip) for f in fields}
-    if torch.compiler.is_compiling() and not _TRACES_COPY:
-        return dataclasses.replace(value, **{f.name: found[f.name] for f in fields if f.init})
-    made = copy.copy(value)
-    for name, child in found.items():
-        object.__setattr__(made, name, child)
-    return made
+    return _traced(module, output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
 
 
 def _may_call(module: nn.Module) -> bool:
@@ -370,6 +377,14 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Call
         detach()
         raise
     return detach
+
+
+def renew_key(module: nn.Module) -> None:
+    """Gives a module another tensor with its key. A graph with a checkpoint saves the key for its backward, which
+    autograd refuses once a later forward has written to it."""
+    key = module.__dict__[KEY] = module.__dict__[KEY].data
+    if module.__dict__[CALLER] is not None:
+        module.__dict__[CALLER].key = key
 
 
 # --- the tensors of a step, and from which others each of them is computed ---
