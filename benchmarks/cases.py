@@ -62,10 +62,9 @@ JAX = (
     "common/diptych/common/layers/*.py",
     *(f"common/diptych/common/{name}.py" for name in ("formats", "quantizers", "recipes", "value")),
 )
-LAB = (
+CAPTURES = (
     "torch_frontend/diptych/torch/lab/*.py",
     *(f"common/diptych/lab/{name}.py" for name in ("capture", "files", "frontend", "job")),
-    "common/diptych/lab/diff/*.py",
     "common/diptych/lab/traces/*.py",
 )
 
@@ -93,7 +92,7 @@ SECTIONS = {
         Section(
             "captures",
             "cuda",
-            (*LAYER, *TORCH, *LAB, f"{CUDA}/hash/*", f"{CUDA}/statistics/*"),
+            (*LAYER, *TORCH, *CAPTURES, f"{CUDA}/hash/*", f"{CUDA}/statistics/*"),
             (*LAYER_OPS, "hash", "statistics"),
             90,
         ),
@@ -106,11 +105,17 @@ SECTIONS = {
             seconds=600,
         ),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
-        Section("lab", "cpu", ("core_cuda/cpu/**/*", *TORCH, *LAB), ("hash", "statistics"), 600),
+        Section(
+            "lab",
+            "cpu",
+            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "common/diptych/lab/diff/*.py"),
+            ("hash", "statistics"),
+            600,
+        ),
         Section(
             "noise",
             "cpu",
-            ("core_cuda/cpu/**/*", *TORCH, *LAB, "common/diptych/lab/data.py"),
+            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "common/diptych/lab/data.py"),
             ("hash", "statistics"),
             900,
             default=False,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diff_tools import matched, pairs, site, trace
+from diff_tools import matched, pairs, parameter, site, trace
 from flax import nnx
 from trace_tools import rng
 
@@ -163,7 +163,7 @@ def test_another_number_of_operations_is_ambiguous(tmp_path):
     one = called("n", "mul", {}, x, a=x, b=x)
     found = matched(tmp_path, one, one + called("n", "mul", {}, x, 1, a=x, b=x))
     assert not found.pairs and found.ambiguous[0].b == ("result:n/mul.out", "result:n/mul.out#1")
-    assert "more of these operations" in found.ambiguous[0].why
+    assert "more operations of this kind" in found.ambiguous[0].why
 
 
 def test_modules_with_other_names_and_what_no_module_computes(tmp_path):
@@ -184,23 +184,67 @@ def test_a_map_comes_first(tmp_path):
     assert found["operand:m/matmul.a"] == ("operand:m/matmul.b", "map", False)
 
 
-def test_operations_that_differ_inside_of_modules_that_agree(tmp_path):
-    """One framework scales a product, the other one an operand: no finding, unless the module's output differs."""
+def scaled(first: float, then: float) -> list:
+    """A product of a scaled operand, which a module scales again. Another module reads the sum of the output and it."""
     x, y = drawn(3, 8), drawn(8, 5)
-    a = [*matmul("m", "ab,bc->ac", x, y), site("m", x @ y)]
-    b = [*matmul("m", "ab,bc->ac", x * 2, y), site("m", x @ y)]
-    names = {"torch": a, "jax": b}
-    found = of_frameworks(tmp_path / "1", names)
-    assert found.status == "green" and [row.a for row in found.rows] == ["operand:m/matmul.b", "activation:m"]
-    assert "operand:m/matmul.a" in found.unmatched_a and any("cut a computation otherwise" in n for n in found.notes)
-    b[-1] = site("m", x @ y * 2)
-    found = of_frameworks(tmp_path / "2", names)
+    product = matmul("m", "ab,bc->ac", x * first, y)
+    out, key = (x * first) @ y, product[-1].site.key
+    total = called("m", "add", {}, out * then + 1, a=(out * then, key), b=np.ones((1, 5), np.float32))
+    m = site("m", out * then + 1, inputs=(total[-1].site.key,))
+    return [*product, *total, m, *called("n", "silu", {}, m.values, x=(out * then + 1, "activation:m"))[1:]]
+
+
+def verdicts(result: Result) -> dict[str, list[str]]:
+    return {row.a: [cell.verdict for cell in row.cells] for row in result.rows}
+
+
+def test_operations_that_differ_and_from_which_equal_tensors_are_computed_are_left_out(tmp_path):
+    found = of_frameworks(tmp_path / "1", scaled(1, 2), scaled(2, 1))
+    assert found.status == "green"
+    assert verdicts(found)["operand:m/matmul.a"] == [] and verdicts(found)["result:m/matmul.out"] == []
+    assert verdicts(found)["operand:m/add.a"] == ["same"] and any("operations that differ" in n for n in found.notes)
+    found = of_frameworks(tmp_path / "2", scaled(1, 2), scaled(3, 1))
     assert found.status == "differs" and found.rows[found.first[0].row].a == "operand:m/matmul.a"
 
 
-def of_frameworks(folder: Path, sides: dict[str, list]) -> Result:
-    a, b = (trace(folder / f, entries, framework=f) for f, entries in sides.items())
-    return differ.diff(a, b)
+def test_what_is_left_out_in_one_step_is_a_finding_in_another(tmp_path):
+    a, b = [scaled(1, 2), scaled(1, 2)], [scaled(2, 1), scaled(3, 1)]
+    found = differ.diff(trace(tmp_path / "a", *a, framework="torch"), trace(tmp_path / "b", *b, framework="jax"))
+    assert verdicts(found)["operand:m/matmul.a"] == ["differs"] and {f.step for f in found.first} == {1}
+
+
+def test_an_operation_that_a_factor_of_zero_hides_is_found_by_gradients(tmp_path):
+    """As below a fresh adapter, whose second product is zero."""
+    x, w, zero = drawn(3, 8), drawn(8, 5), np.zeros((5, 4), np.float32)
+
+    def step(factor: float) -> list:
+        product = matmul("m", "ab,bc->ac", x * factor, w)
+        out, key = x * factor @ w, product[-1].site.key
+        after = matmul("m", "ab,bc->ac", (out, key), zero, call=1)
+        m = site("m", out @ zero, inputs=(after[-1].site.key,))
+        return [*product, *after, m, site("b", out.T @ (x @ w), "parameter_grad", inputs=(after[0].site.key,))]
+
+    found = of_frameworks(tmp_path, step(1), step(2))
+    assert found.status == "differs" and [f.verdict for f in found.first] == ["differs"]
+    assert found.rows[found.first[0].row].a == "operand:m/matmul.a#1"
+
+
+def test_operations_are_known_by_their_parameters(tmp_path):
+    """Three products of one module, in another order; PyTorch's operands are known by their bits."""
+    x, weights = drawn(3, 8), {n: rng("weights", n).standard_normal((8, 8)).astype(np.float32) for n in "qkv"}
+    a = [parameter(f"m.{n}", w) for n, w in weights.items()]
+    b = [parameter(f"m/{n}", w) for n, w in weights.items()]
+    for i, n in enumerate("qkv"):
+        a += matmul("m", "ab,bc->ac", x, weights[n], call=i)
+    for i, n in enumerate("vqk"):
+        b += matmul("m", "ab,bc->ac", rounded(x), weights[n], call=i)
+    found = pairs(matched(tmp_path, a, b))
+    outs = ["result:m/matmul.out", "result:m/matmul.out#1", "result:m/matmul.out#2"]
+    assert [found[key][0] for key in outs] == [outs[1], outs[2], outs[0]]
+
+
+def of_frameworks(folder: Path, a: list, b: list) -> Result:
+    return differ.diff(trace(folder / "a", a, framework="torch"), trace(folder / "b", b, framework="jax"))
 
 
 class Child(torch.nn.Module):

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from diptych.lab.capture import CaptureWarning
 from diptych.torch import lab
@@ -110,6 +111,10 @@ HOLDERS = {
 }
 
 
+BUILTIN = ("list_iterator", "generator", "mappingproxy", "dict_values")
+OLD = TorchVersion(torch.__version__) < "2.13"
+
+
 class Returns(nn.Module):
     """Its outputs are structures of a tensor; what the whole model returns is none."""
 
@@ -148,6 +153,8 @@ def warned(folder, model, compiled):
 def test_what_may_hold_tensors_is_named_once_for_each_module(tmp_path, fresh, name, compiled):
     if compiled and name == "SimpleNamespace":
         pytest.skip("Dynamo does not trace it")
+    if compiled and name in BUILTIN and OLD:
+        pytest.skip("Dynamo of torch before 2.13 does not trace hasattr of such classes")
     model = Twice(lambda x: (HOLDERS[name](x), Slots(x)))
     said = [message.split(",")[0] for message in warned(tmp_path / "t", model, compiled)]
     assert said == [f"capture: tensors in parts.{i}[0] are not recorded: {name} is no dataclass" for i in range(2)]
@@ -159,6 +166,8 @@ class Kind(enum.Enum):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_values_without_tensors_are_no_warning(tmp_path, fresh, compiled):
+    if compiled and OLD:
+        pytest.skip("Dynamo of torch before 2.13 does not trace hasattr of such classes")
     model = Twice(lambda x: (x, {1, "a"}, frozenset(), range(3), b"", 1j, x.dtype, slice(1), x.device, Kind.ONE))
     assert warned(tmp_path / "t", model, compiled) == []
     assert warned(tmp_path / "u", Twice(lambda x: (x.numpy(), x)), False) == []

@@ -7,15 +7,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from diptych.lab.diff import layout, match, measure, names, verdict
+from diptych.lab.diff import inner_operations, layout, match, measure, verdict
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.measure import viewed
-from diptych.lab.diff.result import GREEN, Ambiguous, Cell, DiffError, First, Result, Row, Side
+from diptych.lab.diff.result import FORWARD, NO_FINDING, Ambiguous, Cell, DiffError, First, Result, Row, Side
 from diptych.lab.replay.table import options_apart
 from diptych.lab.traces import DTYPES, Observation, Rank, Site, Trace
 
-NO_FINDING = (*GREEN, "unknown")
-FORWARD = ("activation", "parameter", "operand", "result")
 _ROLES = (("A", "B"), ("H",), ("H_A", "H_B"))
 
 
@@ -42,14 +40,14 @@ def diff(
     named = ([o.site.name for both in seen.values() for o in both[i]] for i in range(2))
     of_rules = [] if rules is None else rules.check(*named)
     rows: list[_Row] = []
-    sites: dict[int, list[Site]] = {}
+    sites: dict[int, tuple[list[Site], list[Site]]] = {}
     shapes: list[str] = []
     differs = False
     unmatched: tuple[dict[str, None], dict[str, None]] = ({}, {})
     ambiguous: dict[Ambiguous, None] = {}
     for rank, (seen_a, seen_b) in seen.items():
         matching = match.match(seen_a, seen_b, (a.meta.framework, b.meta.framework), rules)
-        sites[rank] = [o.site for o in seen_a]
+        sites[rank] = [o.site for o in seen_a], [o.site for o in seen_b]
         rows += [_Row(rank, pair) for pair in matching.pairs]
         for keys, alone in zip(unmatched, (matching.unmatched_a, matching.unmatched_b), strict=True):
             keys.update(dict.fromkeys(s.key for s in alone))
@@ -61,19 +59,21 @@ def diff(
     unknown: list[str] = []
     cells = _cells(rows, (a, b), references, numbers, unknown, threads)
     notes = [*of_rules, *shapes, *unknown, *_notes(a, b, references, numbers, steps)]
-    if a.meta.framework != b.meta.framework:
-        rows, cells = _without_inner(rows, cells, unmatched, notes)
+    inputs = [x for rank, both in sites.items() for x in _inputs(rows, rank, both)]
+    found = [row.row(of, tuple(each)) for row, of, each in zip(rows, inputs, cells, strict=True)]
+    found, inner = inner_operations.left_out(found)
+    cells = [list(row.cells) for row in found]
+    notes += inner
     if all(cell.verdict == "unknown" and not cell.differing for row in cells for cell in row):
         raise DiffError(f"nothing can be said: {next(iter(unknown), 'no step has a matched site in both traces')}")
-    inputs = [x for rank, of_a in sites.items() for x in _inputs(rows, rank, of_a)]
-    found = tuple(row.row(of, tuple(each)) for row, of, each in zip(rows, inputs, cells, strict=True))
     first = _first(found)
     differs |= any(
         c.verdict not in NO_FINDING or (c.verdict == "unknown" and c.differing) for row in cells for c in row
     )
+    status = "differs" if differs else "green"
     return Result(
-        _sides(a, b, references), tuple(numbers), found, "differs" if differs else "green", first, tuple(unmatched[0]),
-        tuple(unmatched[1]), tuple(ambiguous), tuple(notes),
+        _sides(a, b, references), tuple(numbers), tuple(found), status, first, tuple(unmatched[0]), tuple(unmatched[1]),
+        tuple(ambiguous), tuple(notes),
     )  # fmt: skip
 
 
@@ -167,10 +167,20 @@ def _first_seen(rank: Rank, numbers: list[int]) -> list[Observation]:
     return ordered
 
 
-def _inputs(all_rows: Sequence[_Row], rank: int, sites: Sequence[Site]) -> list[tuple[int, ...] | None]:
-    """Returns the nearest rows that each row of a rank is computed from, through sites that are no rows; None if only
-    the order is known."""
-    rows = {row.pair.a.key: i for i, row in enumerate(all_rows) if row.rank == rank}
+def _inputs(rows: Sequence[_Row], rank: int, sites: tuple[list[Site], list[Site]]) -> list[tuple[int, ...] | None]:
+    """Returns the nearest rows that each row of a rank is computed from in A or in B, since a trace may know a part of
+    them; None if neither knows any."""
+    found = []
+    for side, of in enumerate(sites):
+        keys = {(row.pair.a, row.pair.b)[side].key: i for i, row in enumerate(rows) if row.rank == rank}
+        found.append(_nearest(of, keys))
+    both = zip(*found, strict=True)
+    return [tuple(sorted({*(x or ()), *(y or ())})) if (x, y) != (None, None) else None for x, y in both]
+
+
+def _nearest(sites: Sequence[Site], rows: Mapping[str, int]) -> list[tuple[int, ...] | None]:
+    """Returns the nearest rows that each row is computed from in one trace, through sites that are no rows; None if
+    only the order is known. `rows`: by the sites' keys."""
     nearest: dict[str, frozenset[int] | None] = {}
     last = {key: site.key for site in sites for key in site.inputs or ()}
     ordered: dict[str, tuple[int, ...] | None] = {}
@@ -292,34 +302,6 @@ def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> 
     return "unknown: a trace has neither values nor hashes that tell"
 
 
-def _without_inner(
-    rows: list[_Row], cells: list[list[Cell]], unmatched: tuple[dict[str, None], dict[str, None]], notes: list[str]
-) -> tuple[list[_Row], list[list[Cell]]]:
-    """Leaves out operations of two frameworks that differ in modules whose outputs agree: each framework computes such
-    a module by operations of its own, such as a product that is scaled and one of a scaled operand."""
-    modules: dict[tuple[int, str, int], bool] = {}  # by rank, path and step: whether all outputs agree
-    for row, found in zip(rows, cells, strict=True):
-        if row.pair.a.kind == "activation":
-            for cell in found:
-                key = row.rank, names.split(row.pair.a.name).path, cell.step
-                modules[key] = modules.get(key, True) and cell.verdict in GREEN
-    left: list[bool] = []
-    for row, found in zip(rows, cells, strict=True):
-        path = names.split(row.pair.a.name.rpartition("/")[0]).path
-        inner = row.pair.by == "operation" and any(
-            c.verdict not in NO_FINDING and modules.get((row.rank, path, c.step)) for c in found
-        )
-        left.append(not inner)
-    if apart := [row.pair for row, kept in zip(rows, left, strict=True) if not kept]:
-        unmatched[0].update(dict.fromkeys(pair.a.key for pair in apart))
-        unmatched[1].update(dict.fromkeys(pair.b.key for pair in apart))
-        notes.append(
-            f"operations that differ inside of modules whose outputs agree are not compared, since frameworks cut a "
-            f"computation otherwise: {names.few([pair.a.key for pair in apart])}"
-        )
-    return list(itertools.compress(rows, left)), list(itertools.compress(cells, left))
-
-
 # --- where they part ---
 
 
@@ -349,7 +331,7 @@ def _first(rows: Sequence[Row]) -> tuple[First, ...]:
             behind.add(i)
         if i in findings:
             any_before.add(row.rank)
-            if inputs is None:
+            if inputs is None and row.kind != "operand":  # an operand is the input of its operation alone
                 unknown_before.add(row.rank)
             if not late:
                 first.append(First(i, step, findings[i].verdict))

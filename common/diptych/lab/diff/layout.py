@@ -62,7 +62,8 @@ def _turns(a: Site, b: Site, rank: int) -> list[Axes]:
             return [turns[0] if names.leaf(b) == "kernel" else turns[-1]]
         return turns if rank == 2 else []
     last, first = (0, *range(2, rank), 1), (0, rank - 1, *range(1, rank - 1))
-    return list(dict.fromkeys((last, first))) if rank > 3 else []
+    # Sequences of vectors have three axes as well: there only other sizes show that channels are elsewhere.
+    return list(dict.fromkeys((last, first))) if rank > 3 or (rank == 3 and a.shape != b.shape) else []
 
 
 def turns_of_weights(rank: int) -> list[Axes]:

@@ -1,4 +1,5 @@
-"""Which sites of A and of B are the same: by rules of a person, by names, by parameters' bits, and by order.
+"""Which sites of A and of B are the same: by rules of a person, by names, by parameters' bits, by order, and what two
+frameworks compute by what it is (`operations`).
 
 Each stage takes what the stages before it left, and only pairs for which there is one way. What could be matched in
 several ways is listed; nothing is guessed. Gradients follow the tensors that they belong to.
@@ -89,6 +90,7 @@ class _Matcher:
         self._ambiguous: list[Ambiguous] = []
         self._votes: dict[Hashable, set[Hashable]] = collections.defaultdict(set)
         self._other_shapes: list[tuple[Site, Site]] = []
+        self._flipped: dict[tuple[str, str], bool] = {}
 
     def result(self) -> Matching:
         order = {key: i for i, key in enumerate(self._all[0])}
@@ -141,7 +143,7 @@ class _Matcher:
         self._vote(pairs)
         for a, b in pairs:
             ways = layout.ways(a, b)
-            if ways and not self._is_flipped(a, b):
+            if ways:
                 self._take_one(a, b, by, ways)
             elif names.split(a.name).place == names.split(b.name).place:
                 self._other_shapes.append((a, b))
@@ -155,6 +157,10 @@ class _Matcher:
 
     def _take_one(self, a: Site, b: Site, by: Matched, ways: list[Axes | None]) -> None:
         """Takes a pair if votes, names or bits say which of several ways it is."""
+        if self._is_flipped(a, b):
+            self._other_shapes.append((a, b))
+            self._drop(a, b)
+            return
         if len(ways) > 1:
             votes, says = self._votes.get(layout.votes_on(a, b), set[Hashable]()), layout.by_names(a, b)
             if len(votes) == 1:
@@ -178,7 +184,7 @@ class _Matcher:
         self._vote(_unique(a, b, lambda s: (s.kind, names.common(s), s.call)))
 
     def set_functions_aside(self) -> None:
-        """Hides the sites of functions of two frameworks from the stages before `by_operations`."""
+        """Hides those sites of two frameworks' functions that rules left from the stages before `by_operations`."""
         for functions, left in zip(self._functions, self._left, strict=True):
             for key in functions.keys() - left.keys():
                 del functions[key]
@@ -281,17 +287,19 @@ class _Matcher:
         )  # fmt: skip
         for left, functions in zip(self._left, self._functions, strict=True):
             left.update(functions)
+        parameters = {p.a.key: p.b.key for p in self._pairs.values() if p.a.kind == "parameter"}
         found = [
-            [o for o in operations.operations([o.site for o in side.values()]) if o.out.key in left]
+            [o for o in operations.nodes(list(side.values())) if o.out.key in left]
             for side, left in zip(self._all, self._left, strict=True)
         ]
-        for a, b in operations.groups(found[0], found[1], modules):
+        for a, b in operations.groups(found[0], found[1], modules, parameters):
             if len(a) != len(b):
                 self._list([o.out for o in a], [o.out for o in b], _COUNTS)
                 continue
             for x, y in zip(a, b, strict=True):
-                if not (same := operations.sites(x, y, self._equal)):
-                    self._list([x.out], [y.out], _OPERANDS)
+                same, in_either_order = operations.tensors(x, y, self._equal)
+                if not same:
+                    self._list([x.out], [y.out], _EITHER_ORDER if in_either_order else _NO_FIT)
                 for pair in same:
                     if pair.a.key in self._left[0] and pair.b.key in self._left[1]:
                         self._take_one(pair.a, pair.b, "operation", pair.ways)
@@ -353,13 +361,12 @@ class _Matcher:
         transposed convolution and flax's kernel, whose spatial axes flax reverses."""
         if {names.leaf(a), names.leaf(b)} != {"weight", "kernel"} or not len(a.shape) == len(b.shape) > 2:
             return False
-        found = [self._all[i].get(_key("parameter", s)) for i, s in enumerate((a, b))]
-        weight, kernel = found if names.leaf(a) == "weight" else found[::-1]
-        if weight is None or kernel is None or not weight.record.values == kernel.record.values == "whole":
-            return False
-        space = tuple(range(2, len(a.shape)))
-        plain = _digest(weight, (*space, 1, 0)), _digest(weight, (*space, 0, 1), flipped=len(space))
-        return _digest(kernel, None) == plain[1] != plain[0]
+        keys = _key("parameter", a), _key("parameter", b)
+        if keys not in self._flipped:
+            found = [side.get(key) for side, key in zip(self._all, keys, strict=True)]
+            weight, kernel = found if names.leaf(a) == "weight" else found[::-1]
+            self._flipped[keys] = weight is not None and kernel is not None and _are_flipped(weight, kernel)
+        return self._flipped[keys]
 
     def _equal(self, a: Site, b: Site, axes: Axes | None) -> bool:
         x, y = self._all[0][a.key], self._all[1][b.key]
@@ -374,8 +381,11 @@ _SQUARE = "a square parameter does not show whether it is transposed; a map can 
 _IMAGE = (
     "a tensor with equal axes does not show whether its channels are the second axis or the last; a map cannot say it"
 )
-_COUNTS = "a module of one framework computes more of these operations than the same module of the other one"
-_OPERANDS = "the operands of a product can be in either order"
+_COUNTS = (
+    "a module of one framework computes more operations of this kind and size than the same module of the other one"
+)
+_EITHER_ORDER = "the operands of a product can be in either order"
+_NO_FIT = "they compute the same by their kind and size, and their axes do not fit"
 _ORDERS = "their kinds and shapes can be put in order in several ways; a map can say which"
 _SHAPES = "parameters of two frameworks have no common order, and these have the same shape; a map can say which"
 
@@ -402,6 +412,15 @@ def _constant(o: Observation) -> bool:
         return bool(bits.size) and bool((bits == bits.flat[0]).all())
     found = o.record.statistics
     return found is not None and found.amax is not None and abs(found.mean or 0.0) == found.amax
+
+
+def _are_flipped(weight: Observation, kernel: Observation) -> bool:
+    shape = weight.site.shape
+    if shape[0] != shape[1] or not weight.record.values == kernel.record.values == "whole":
+        return False
+    space = tuple(range(2, len(shape)))
+    held = _digest(kernel, None)
+    return held == _digest(weight, (*space, 0, 1), flipped=len(space)) and held != _digest(weight, (*space, 1, 0))
 
 
 def _longer(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Operations of two frameworks that are the same: within modules that are the same, by what they compute.
 
 Frameworks cut a computation otherwise: a linear layer is one operation in PyTorch, a product and an addition in JAX,
-and products have their operands in another order or with other axes. So neither names nor the order of sites say which
-operands are the same; an operation's options do, which name the axes of a product's or convolution's operands.
+and products have their operands in another order or with other axes. So names do not say which operands are the same;
+an operation's options do, which name the axes of a product's or convolution's operands.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from diptych.lab.diff import layout, names
 from diptych.lab.diff.layout import Axes
 from diptych.lab.replay import table
 from diptych.lab.replay.recorded import argument
-from diptych.lab.traces import Site
+from diptych.lab.traces import Observation, Site
 
 Role = tuple[str, int]
 
-_OPERANDS = {"linear": {"x": "a", "weight": "b"}}
+_CALLED = {"linear": {"x": "a", "weight": "b"}}
 """What a linear layer's operands are called in the product that it is."""
 _SWAPPED = {"a": "b", "b": "a"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """`kind`: a row of the table; "product" for the rows linear and matmul. `path`: of its module. `axes`: letters for
-    the axes of a product's or convolution's operands and of `out`; the same letter is the same axis. Other operations
-    have none. `weight`: which operand of a product is known to be the only parameter, None if none is."""
+class Node:
+    """An operation in a step. `kind`: a row of the table; "product" for the rows linear and matmul. `path`: of its
+    module. `axes`: letters for the axes of a product's or convolution's operands and of `out`; the same letter is the
+    same axis. Other operations have none. `sources`: the keys of the parameters and results that are operands, as far
+    as they are known. `weight`: which operand of a product is known to be the only parameter, None if none is."""
 
     kind: str
     path: str
     operands: Mapping[str, Site]
     out: Site
     axes: Mapping[str, str]
+    sources: Mapping[str, str]
     weight: str | None
 
     @property
@@ -44,6 +46,10 @@ class Operation:
         """Returns what the same operation has in both frameworks, however axes are ordered and merged."""
         sizes = sorted(self.operands[k].size for k in ("a", "b") if k in self.operands) if self.axes else ()
         return self.kind, self.out.size, "bias" in self.operands, *sizes
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        return frozenset(key for key in self.sources.values() if key.startswith("parameter:"))
 
 
 class Same(NamedTuple):
@@ -60,38 +66,58 @@ def is_function(site: Site) -> bool:
     return site.kind in ("operand", "result") and row is not None and not row.own
 
 
-def operations(sites: Sequence[Site]) -> list[Operation]:
+def nodes(observations: Sequence[Observation]) -> list[Node]:
     """Returns the operations of a framework in a trace's step, in the order of computation. A product or convolution
     whose result a parameter is added to, an element for each channel, is one operation with a bias."""
-    by_key = {s.key: s for s in sites}
-    found: dict[str, Operation] = {}
-    for site in sites:
+    by_key = {o.site.key: o for o in observations}
+    by_bits: dict[Hashable, str | None] = {}
+    found: dict[str, Node] = {}
+    for o in observations:
+        site = o.site
         if is_function(site) and site.operation is not None and site.inputs is not None:
-            operands = {argument(key): by_key[key] for key in site.inputs if key in by_key}
-            made = _operation(site, operands)
-            product = next((p for k in _SWAPPED if (p := _biased(made, k, found)) is not None), None)
-            if product is not None:
-                del found[product.out.key]
-                bias = next(x for x in operands.values() if x.inputs != (product.out.key,))
-                made = dataclasses.replace(product, out=site, operands={**product.operands, "bias": bias})
-            found[site.key] = made
+            operands = {argument(key): by_key[key] for key in site.inputs if key.startswith("operand:")}
+            node = _node(site, operands, by_bits)
+            if (product := next((k for k in _SWAPPED if _is_bias(node, k, found)), None)) is not None:
+                before = found.pop(node.sources[product])
+                bias = _SWAPPED[product]
+                node = dataclasses.replace(
+                    before,
+                    out=site,
+                    operands={**before.operands, "bias": node.operands[bias]},
+                    sources={**before.sources, "bias": node.sources[bias]},
+                )
+            found[site.key] = node
+        if site.kind in ("parameter", "result") and o.record.hash is not None:
+            bits = _bits(o)
+            by_bits[bits] = None if site.kind == "parameter" and bits in by_bits else site.key
     return list(found.values())
 
 
-def _operation(out: Site, operands: dict[str, Site]) -> Operation:
+def _bits(o: Observation) -> Hashable:
+    return o.site.dtype, o.site.shape, o.hash_name, o.record.hash
+
+
+def _node(out: Site, operands: Mapping[str, Observation], by_bits: Mapping[Hashable, str | None]) -> Node:
     assert out.operation is not None
     row, path = out.operation.name, names.split(out.name.rpartition("/")[0]).path
+    called = {_CALLED.get(row, {}).get(k, k): o for k, o in operands.items()}
+    sites = {k: o.site for k, o in called.items()}
+    sources = {}
+    for k, o in called.items():
+        known = o.site.inputs
+        source = by_bits.get(_bits(o)) if known is None else known[0] if len(known) == 1 else None
+        if source is not None:
+            sources[k] = source
     try:
-        options = table.decoded(row, out.operation.options)
+        axes = _axes(row, table.decoded(row, out.operation.options), len(out.shape))
     except ValueError:  # of a version with other options: its operands are matched by their names alone
-        options = None
-    called = {_OPERANDS.get(row, {}).get(k, k): s for k, s in operands.items()}
-    axes = {} if options is None else _axes(row, options, len(out.shape))
-    if any(len(axes[k]) != len(s.shape) for k, s in {**called, "out": out}.items() if k in axes):
+        axes = {}
+    ranks = {k: len(s.shape) for k, s in {**sites, "out": out}.items()}
+    if any(len(set(letters)) != len(letters) or ranks.get(k, 0) != len(letters) for k, letters in axes.items()):
         axes = {}
     kind = "product" if row in ("linear", "matmul") else row
-    weights = ["b"] if row == "linear" else [k for k in _SWAPPED if k in called and _is_parameter(called[k])]
-    return Operation(kind, path, called, out, axes, weights[0] if len(weights) == 1 else None)
+    weights = ["b"] if row == "linear" else [k for k in _SWAPPED if sources.get(k, "").startswith("parameter:")]
+    return Node(kind, path, sites, out, axes, sources, weights[0] if len(weights) == 1 else None)
 
 
 def _axes(row: str, options: Mapping[str, Any], rank: int) -> dict[str, str]:
@@ -104,46 +130,73 @@ def _axes(row: str, options: Mapping[str, Any], rank: int) -> dict[str, str]:
     return dict(zip(("x", "weight", "out"), options["layout"].split(","), strict=True)) if row == "conv" else {}
 
 
-def _biased(add: Operation, product: str, before: Mapping[str, Operation]) -> Operation | None:
-    """Returns the operation whose result is the operand `product` of an addition, if the other one is its bias."""
+def _is_bias(add: Node, of: str, before: Mapping[str, Node]) -> bool:
+    """Returns whether an addition adds a bias to the result of an operation, which is its operand `of`."""
     if add.kind != "add" or add.operands.keys() != set(_SWAPPED):
-        return None
-    of, bias = add.operands[product].inputs or (), add.operands[_SWAPPED[product]]
-    made = before.get(of[0]) if len(of) == 1 else None
-    if made is None or not made.axes or "bias" in made.operands or not _is_parameter(bias):
-        return None
-    channel = made.axes["out"].find("C" if made.kind == "conv" else made.axes["out"][-1:])
+        return False
+    bias, made = _SWAPPED[of], before.get(add.sources.get(of, ""))
+    if made is None or not made.axes.get("out") or "bias" in made.operands:
+        return False
+    if not add.sources.get(bias, "").startswith("parameter:") or made.out.shape != add.out.shape:
+        return False
     shape = [1] * len(add.out.shape)
+    channel = made.axes["out"].index("C") if made.kind == "conv" else -1
     shape[channel] = add.out.shape[channel]
-    return made if layout.merged(bias.shape, tuple(shape)) else None
-
-
-def _is_parameter(operand: Site) -> bool:
-    return bool(operand.inputs) and all(key.startswith("parameter:") for key in operand.inputs or ())
+    return layout.merged(add.operands[bias].shape, tuple(shape))
 
 
 def groups(
-    a: Sequence[Operation], b: Sequence[Operation], modules: Mapping[str, str]
-) -> Iterator[tuple[list[Operation], list[Operation]]]:
-    """Yields the operations of A and those of B that have one token and belong to modules that are the same.
+    a: Sequence[Node], b: Sequence[Node], modules: Mapping[str, str], parameters: Mapping[str, str]
+) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Yields the operations of A and those of B that have one token, belong to modules that are the same and read the
+    same parameters, as far as these are known.
 
-    **Arguments:** `modules`: B's module of some of A's. Others are the same if the table of names says so, and what
-    no module computes is "loss" in PyTorch, and in JAX what the user's scopes say.
+    **Arguments:** `modules`: B's module of some of A's. Others are the same if the table of names says so. What no
+    module computes has the path "loss" in PyTorch; in JAX the path says it where the user's scopes do. `parameters`:
+    B's key of each of A's parameters.
     """
-    by_table = {names.module(o.path or "loss"): o.path for o in b if o.path not in modules.values()}
-    grouped: tuple[dict[Hashable, list[Operation]], ...] = ({}, {})
+    outside = "loss" if modules else ""  # without modules in JAX the whole model has no path there
+    taken, unique = set(modules.values()), collections.defaultdict(set)
+    for o in b:
+        if o.path not in taken:
+            unique[names.module(o.path or outside)].add(o.path)
+    by_table = {name: next(iter(paths)) for name, paths in unique.items() if len(paths) == 1}
+    grouped: tuple[dict[Hashable, list[Node]], ...] = ({}, {})
     for o in a:
-        path = modules[o.path] if o.path in modules else by_table.get(names.module(o.path or "loss"))
+        path = modules[o.path] if o.path in modules else by_table.get(names.module(o.path or outside))
         grouped[0].setdefault((path, o.token), []).append(o)
     for o in b:
         grouped[1].setdefault((o.path, o.token), []).append(o)
-    yield from ((found, grouped[1][key]) for key, found in grouped[0].items() if key in grouped[1])
+    for key, found in grouped[0].items():
+        yield from _by_parameters(found, grouped[1].get(key, []), parameters)
 
 
-def sites(a: Operation, b: Operation, equal: Callable[[Site, Site, Axes | None], bool]) -> list[Same]:
-    """Returns the result and operands of two operations with one token, in pairs: none if the operands of a product
-    can be in either order, and the result alone if those of a sum can. An operand that is broadcast in one framework
-    alone has no pair.
+def _by_parameters(
+    a: list[Node], b: list[Node], parameters: Mapping[str, str]
+) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Yields operations that read a parameter in common, then those of which that is not known."""
+    readers: dict[str, list[int]] = collections.defaultdict(list)
+    for j, other in enumerate(b):
+        for key in other.parameters:
+            readers[key].append(j)
+    by_partners: dict[frozenset[str], list[Node]] = collections.defaultdict(list)
+    for o in a:
+        by_partners[frozenset(parameters.get(key, "") for key in o.parameters)].append(o)
+    shared: dict[tuple[int, ...], list[Node]] = collections.defaultdict(list)
+    for partners, some in by_partners.items():
+        shared[tuple(sorted({j for key in partners for j in readers.get(key, ())}))] += some
+    rest_a, count = shared.pop((), []), collections.Counter(j for some in shared for j in some)
+    for js, some in shared.items():
+        if all(count[j] == 1 for j in js):
+            yield some, [b[j] for j in js]
+    rest_b = [o for j, o in enumerate(b) if not count[j]]
+    if rest_a and rest_b and not all(any(o.parameters for o in side) for side in (rest_a, rest_b)):
+        yield rest_a, rest_b
+
+
+def tensors(a: Node, b: Node, equal: Callable[[Site, Site, Axes | None], bool]) -> tuple[list[Same], bool]:
+    """Returns the result and operands of two operations with one token, in pairs, and whether the operands can be in
+    either order. Then a sum has its result alone, and a product nothing. An operand that does not fit has no pair.
 
     **Arguments:** `equal`: whether two sites are known to have the same bits, b's with its axes moved.
     """
@@ -152,17 +205,18 @@ def sites(a: Operation, b: Operation, equal: Callable[[Site, Site, Axes | None],
         orders.append(orders[0] | _SWAPPED)
         if a.weight and b.weight:
             orders = [order for order in orders if order[a.weight] == b.weight]
-    found = [_paired(a, b, order) for order in orders]
-    found = [f for f in found if f and (not a.axes or len(f) == 1 + len(a.operands.keys() & b.operands.keys()))]
+    found = [f for f in (_paired(a, b, order) for order in orders) if f]
+    if a.kind == "product" and len(orders) > 1:
+        found = [f for f in found if len(f) == 1 + len(a.operands.keys() & b.operands.keys())]
     found = [f for f in found if len(f) == max(map(len, found))]
     if len(found) > 1:
         found = [f for f in found if all(any(equal(s.a, s.b, way) for way in s.ways) for s in f[1:])] or found
-    if len(found) == 1:
-        return found[0]
-    return found[0][:1] if found and not a.axes else []
+    if len(found) > 1:
+        return ([] if a.kind == "product" else found[0][:1]), True
+    return (found[0] if found else []), False
 
 
-def _paired(a: Operation, b: Operation, order: Mapping[str, str]) -> list[Same]:
+def _paired(a: Node, b: Node, order: Mapping[str, str]) -> list[Same]:
     """Returns the result and those operands in pairs whose shapes fit; nothing if the results' do not. `order`: which
     operand of b each of a's is."""
     roles = _roles(a.axes, {}), _roles(b.axes, order)
@@ -175,7 +229,7 @@ def _paired(a: Operation, b: Operation, order: Mapping[str, str]) -> list[Same]:
     return [same for same in found if same.ways] if found[0].ways else []
 
 
-def _ways(a: Operation, b: Operation, k: str, of_b: str, roles: tuple[Mapping[str, Role], ...]) -> list[Axes | None]:
+def _ways(a: Node, b: Node, k: str, of_b: str, roles: tuple[Mapping[str, Role], ...]) -> list[Axes | None]:
     x, y = (a.out, b.out) if k == "out" else (a.operands[k], b.operands[of_b])
     if k not in a.axes or of_b not in b.axes:
         return layout.ways(x, y)

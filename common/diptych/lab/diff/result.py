@@ -12,6 +12,8 @@ Verdict = Literal["same", "rounding", "beyond", "definition", "differs", "unknow
 Matched = Literal["map", "name", "table", "bits", "order", "operation"]
 GREEN = ("same", "rounding")
 """Verdicts that are no finding; nor is "unknown"."""
+NO_FINDING = (*GREEN, "unknown")
+FORWARD = ("activation", "parameter", "operand", "result")
 
 
 class DiffError(ValueError):
@@ -63,9 +65,10 @@ class Row:
     """A site of A and the site of B that is the same. Rows are in the order of A's computation.
 
     `a`, `b`: the keys of the sites. `kind`, `name`, `call`: of A's. `matched`: by what. `transposed`: whether B's
-    values are compared transposed. `inputs`: the positions of the rows that this one is computed from, or None where
-    only the order is known. `options`: those of the operation that computed both results which differ, such as
-    "approximate: false, true". `cells`: one for each step of the result in which both traces have the site, in order.
+    values are compared transposed. `inputs`: the positions of the rows that this one is computed from in A or in B, or
+    None where only the order is known. `options`: those of the operation that computed both results which differ, such
+    as "approximate: false, true". `cells`: one for each step of the result in which both traces have the site, in
+    order, without those in which operations of two frameworks differ and what is computed next from them agrees.
     """
 
     a: str

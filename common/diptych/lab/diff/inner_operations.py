@@ -1,0 +1,82 @@
+"""Operations of two frameworks that differ and change nothing: what is computed next from them agrees.
+
+Models that compute the same function do so by other operations in each framework: one scales a product, the other one
+an operand. Such a difference ends where both have computed the same tensor again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from diptych.lab.diff import names
+from diptych.lab.diff.result import FORWARD, GREEN, NO_FINDING, Row
+
+
+def left_out(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Returns the rows without the cells in which an operation differs and all that is computed next from it agrees,
+    and notes that name them. An operation whose cells are all left out stays as a row without cells."""
+    apart: dict[int, set[int]] = collections.defaultdict(set)
+    for rank in {row.rank for row in rows}:
+        ours = [i for i, row in enumerate(rows) if row.rank == rank]
+        if any(rows[i].matched == "operation" for i in ours):
+            next_rows = _next(rows, ours)
+            for step in {cell.step for i in ours for cell in rows[i].cells}:
+                for i in _without_effect(rows, ours, next_rows, step):
+                    apart[i].add(step)
+    if not apart:
+        return list(rows), []
+    found = [
+        dataclasses.replace(row, cells=tuple(cell for cell in row.cells if cell.step not in apart[i]))
+        if i in apart
+        else row
+        for i, row in enumerate(rows)
+    ]
+    few = names.few([rows[i].a for i in sorted(apart)])
+    return found, [f"operations that differ are left out where all that is computed next from them agrees: {few}"]
+
+
+def _next(rows: Sequence[Row], ours: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the rows of the forward pass that are computed next from each row. What has none is the loss: the
+    gradient that comes first stands for it."""
+    found: dict[int, list[int]] = {i: [] for i in ours}
+    for j in ours:
+        for i in rows[j].inputs or () if rows[j].kind in FORWARD else ():
+            found[i].append(j)
+    gradients = [j for j in ours if rows[j].kind == "activation_grad"]
+    modules = {names.split(rows[j].name).path for j in ours if rows[j].kind == "activation"}
+    for i, after in found.items():
+        outside = names.split(rows[i].name.rpartition("/")[0]).path not in modules
+        if not after and outside and rows[i].matched == "operation":
+            after += gradients[:1]
+    return found
+
+
+def _without_effect(
+    rows: Sequence[Row], ours: Sequence[int], next_rows: Mapping[int, Sequence[int]], step: int
+) -> set[int]:
+    verdicts = {i: cell.verdict for i in ours for cell in rows[i].cells if cell.step == step}
+    findings = {i for i, verdict in verdicts.items() if verdict not in NO_FINDING}
+    found: set[int] = set()
+    for i in reversed(ours):
+        # Where the definition was judged, another finding is one of precision, which a reader wants to know.
+        judged = any(cell.definition is not None for cell in rows[i].cells if cell.step == step)
+        if i in findings and rows[i].matched == "operation" and (verdicts[i] == "definition" or not judged):
+            after = next_rows[i]
+            if after and all(j in found or verdicts.get(j) in GREEN for j in after):
+                found.add(i)
+    return found - _behind_gradients(rows, ours, findings, found)
+
+
+def _behind_gradients(rows: Sequence[Row], ours: Sequence[int], findings: set[int], apart: set[int]) -> set[int]:
+    """Returns the operations among `apart` that alone explain a gradient that differs: a factor of zero, such as a
+    fresh adapter's, hides a difference from all that is computed next."""
+    explained, needed = set[int](), set[int]()
+    for i in ours:
+        inputs = rows[i].inputs or ()
+        if any(j in explained or (j in findings and j not in apart) for j in inputs):
+            explained.add(i)
+        elif i in findings and rows[i].kind not in FORWARD:
+            needed |= apart.intersection(inputs)
+    return needed
