@@ -15,7 +15,7 @@ from torch import nn
 
 
 class SelfAttention(nn.Module):
-    """Its one input is three arguments of a module that asks whether they are one tensor."""
+    """A model that gives `MultiheadAttention` one tensor as its three arguments, which the module tests for."""
 
     def __init__(self, heads, factor=1.0):
         super().__init__()
@@ -60,7 +60,7 @@ class Between(nn.Module):
 
 
 class Transformed(nn.Module):
-    """One of its modules returns complex numbers, for which traces have no dtype."""
+    """A model with a module that returns complex numbers. Traces have no dtype for these."""
 
     def __init__(self, bias=0.0):
         super().__init__()

@@ -72,7 +72,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("features", [6, 4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer_is_a_product_and_a_sum(tmp_path, features, bias):
-    """Also a square one, and rows that have one axis in PyTorch and two in JAX."""
+    """The weight is turned if it is square too, and the layer's rows may have one axis in PyTorch and two in JAX."""
     x, w, b = drawn(2, 3, 4), drawn(features, 4), drawn(features)
     a = linear("fc", x.reshape(6, 4), w, **({"bias": b} if bias else {}))
     x, w = rounded(x), rounded(w)
@@ -122,7 +122,7 @@ def test_a_product_of_equal_shapes_is_ambiguous_unless_bits_or_a_parameter_tell(
 
 
 def test_axes_of_convolutions(tmp_path):
-    """Of equal sizes too: options name them."""
+    """A convolution's operands and result are turned rightly where all of their axes have the same size."""
     x, w, bias = drawn(3, 3, 3, 3), drawn(3, 3, 3, 3), drawn(3)
     options = {
         "strides": (1, 1), "dilation": (1, 1), "input_dilation": (1, 1), "groups": 1, "padding": ((1, 1), (1, 1)),
@@ -214,7 +214,7 @@ def test_what_is_left_out_in_one_step_is_a_finding_in_another(tmp_path):
 
 
 def test_an_operation_that_a_factor_of_zero_hides_is_found_by_gradients(tmp_path):
-    """As below a fresh adapter, whose second product is zero."""
+    """A weight of zeros, as fresh adapters have, makes equal results of operands that differ, but other gradients."""
     x, w, zero = drawn(3, 8), drawn(8, 5), np.zeros((5, 4), np.float32)
 
     def step(factor: float) -> list:

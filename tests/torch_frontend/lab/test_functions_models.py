@@ -357,7 +357,8 @@ def test_a_default_device_may_change_in_a_capture(tmp_path):
 @pytest.mark.parametrize("ops", ["own", "all"])
 @pytest.mark.parametrize("first", ["teacher", "student"])
 def test_a_model_that_another_capture_has_is_no_loss(tmp_path, first, ops):
-    """What follows a model's call, outside of both models, is its loss."""
+    """Two models are captured at once. Functions that run after a model's call, outside of both, are recorded as its
+    loss."""
     teacher, student = (nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(2))
     x, found = torch.randn(2, 4), {}
     with (

@@ -116,7 +116,7 @@ OLD = TorchVersion(torch.__version__) < "2.13"
 
 
 class Returns(nn.Module):
-    """Its outputs are structures of a tensor; what the whole model returns is none."""
+    """A module that returns what `made` makes of a tensor."""
 
     def __init__(self, made):
         super().__init__()

@@ -34,10 +34,10 @@ _OP = target("")
 
 
 class Where(NamedTuple):
-    """What encloses an equation. `module`: the name of a module, None outside of modules. `scopes`: the user's names.
-    `recomputed`: whether forward has observed it already. `closed`: whether it is backward code, or inside of an
-    operation that is a site itself. `after`, `needed`: as `forward_code` has them, of the jaxpr that is evaluated.
-    `outer`: as `Functions` have it."""
+    """Where an equation of a jaxpr stands. `module`: the name of the innermost module around it, None outside of all
+    modules. `scopes`: the named scopes of the user around it. `recomputed`: whether forward has observed it already.
+    `closed`: whether it is backward code, or inside of an operation that is a site itself. `after`, `needed`: as
+    `forward_code` has them, of the jaxpr that is evaluated. `outer`: as `Functions` have it."""
 
     module: str | None = None
     scopes: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from diptych.jax.graph.sites import Body, Compound
 from diptych.jax.lab import functions
 from diptych.jax.lab.capture import capture
 from diptych.jax.lab.compiled import unfolded, unwrapped
+from diptych.jax.lab.structures import described
 from diptych.jax.lab.taps import Tracing, is_site
 from diptych.jax.primitives.quantize import dtype_of
 from diptych.lab import capture as rules
@@ -83,7 +84,7 @@ class _Entry(NamedTuple):
 
 
 class _Tracing(Tracing):
-    """`unseen`: the outputs of modules that traces cannot hold, with their dtypes."""
+    """A traced model. `unseen`: the outputs of its modules that no trace can hold, each with its dtype."""
 
     def __init__(self, inside: frozenset[str], functions: bool) -> None:
         super().__init__("**", functions, inside)
@@ -97,23 +98,19 @@ class _Tracing(Tracing):
     def _inputs(self, frame: Any, args: Any, kwargs: Any) -> Any:
         tapped = super()._inputs(frame, args, kwargs)
         call, key = self.calls[-1], f"operand:{rules.named(frame.path)}/call:{frame.number}"
-        self.calls[-1] = call._replace(args=_marked(call.args, key), kwargs=_marked(call.kwargs, key))
+
+        def unseen(value: Any, place: str) -> tuple[Any, Slot] | None:
+            """Arrays in the fields of an object, and random keys, get a slot without a value."""
+            held = not isinstance(value, Slot) and any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
+            return (value, Slot(rules.printable(key + place))) if held else None
+
+        slots = described(call.args, unseen)[1], described(call.kwargs, unseen)[1]
+        self.calls[-1] = call._replace(args=slots[0], kwargs=slots[1])
         return tapped
 
 
-def _marked(value: Any, key: str) -> Any:
-    """Returns a module's arguments with a slot, which has no value, for each that holds arrays which were not seen:
-    those in the fields of an object, and random keys."""
-    if type(value) in (tuple, list):
-        return type(value)(_marked(x, f"{key}[{i}]") for i, x in enumerate(value))
-    if type(value) is dict:
-        return {name: _marked(x, f'{key}["{name}"]') for name, x in value.items()}
-    seen = isinstance(value, Slot) or not any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
-    return value if seen else Slot(rules.printable(key))
-
-
 class _Program:
-    """One traced function. `unseen`: see `_Tracing`."""
+    """One traced function. `unseen`: the outputs of modules that no trace can hold, each with its dtype."""
 
     def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str], ops: str | None) -> None:
         tracing = _Tracing(inside, ops is not None)
