@@ -62,14 +62,12 @@ def diff(
     inputs = [x for rank, both in sites.items() for x in _inputs(rows, rank, both)]
     found = [row.row(of, tuple(each)) for row, of, each in zip(rows, inputs, cells, strict=True)]
     found, inner = inner_operations.left_out(found)
-    cells = [list(row.cells) for row in found]
     notes += inner
-    if all(cell.verdict == "unknown" and not cell.differing for row in cells for cell in row):
+    judged = [cell for row in found for cell in row.cells]
+    if all(cell.verdict == "unknown" and not cell.differing for cell in judged):
         raise DiffError(f"nothing can be said: {next(iter(unknown), 'no step has a matched site in both traces')}")
     first = _first(found)
-    differs |= any(
-        c.verdict not in NO_FINDING or (c.verdict == "unknown" and c.differing) for row in cells for c in row
-    )
+    differs |= any(c.verdict not in NO_FINDING or (c.verdict == "unknown" and c.differing) for c in judged)
     status = "differs" if differs else "green"
     return Result(
         _sides(a, b, references), tuple(numbers), tuple(found), status, first, tuple(unmatched[0]), tuple(unmatched[1]),

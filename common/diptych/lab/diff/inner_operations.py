@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from diptych.lab.diff import names
-from diptych.lab.diff.result import FORWARD, GREEN, NO_FINDING, Row
+from diptych.lab.diff.result import FORWARD, GREEN, NO_FINDING, Cell, Row
 
 
 def left_out(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
@@ -22,8 +22,12 @@ def left_out(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         ours = [i for i, row in enumerate(rows) if row.rank == rank]
         if any(rows[i].matched == "operation" for i in ours):
             next_rows = _next(rows, ours)
-            for step in {cell.step for i in ours for cell in rows[i].cells}:
-                for i in _without_effect(rows, ours, next_rows, step):
+            steps: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
+            for i in ours:
+                for cell in rows[i].cells:
+                    steps[cell.step][i] = cell
+            for step, cells in steps.items():
+                for i in _without_effect(rows, ours, next_rows, cells):
                     apart[i].add(step)
     if not apart:
         return list(rows), []
@@ -47,25 +51,26 @@ def _next(rows: Sequence[Row], ours: Sequence[int]) -> dict[int, list[int]]:
     gradients = [j for j in ours if rows[j].kind == "activation_grad"]
     modules = {names.split(rows[j].name).path for j in ours if rows[j].kind == "activation"}
     for i, after in found.items():
-        outside = names.split(rows[i].name.rpartition("/")[0]).path not in modules
+        outside = names.caller(rows[i].name) not in modules
         if not after and outside and rows[i].matched == "operation":
             after += gradients[:1]
     return found
 
 
 def _without_effect(
-    rows: Sequence[Row], ours: Sequence[int], next_rows: Mapping[int, Sequence[int]], step: int
+    rows: Sequence[Row], ours: Sequence[int], next_rows: Mapping[int, Sequence[int]], cells: Mapping[int, Cell]
 ) -> set[int]:
-    verdicts = {i: cell.verdict for i in ours for cell in rows[i].cells if cell.step == step}
-    findings = {i for i, verdict in verdicts.items() if verdict not in NO_FINDING}
+    """Returns the operations that are left out in a step. `cells`: of that step, by row."""
+    findings = {i for i, cell in cells.items() if cell.verdict not in NO_FINDING}
+    agree = {i for i, cell in cells.items() if cell.verdict in GREEN}
     found: set[int] = set()
     for i in reversed(ours):
+        if i not in findings or rows[i].matched != "operation":
+            continue
         # Where the definition was judged, another finding is one of precision, which a reader wants to know.
-        judged = any(cell.definition is not None for cell in rows[i].cells if cell.step == step)
-        if i in findings and rows[i].matched == "operation" and (verdicts[i] == "definition" or not judged):
-            after = next_rows[i]
-            if after and all(j in found or verdicts.get(j) in GREEN for j in after):
-                found.add(i)
+        of_precision = cells[i].definition is not None and cells[i].verdict != "definition"
+        if not of_precision and next_rows[i] and all(j in found or j in agree for j in next_rows[i]):
+            found.add(i)
     return found - _behind_gradients(rows, ours, findings, found)
 
 

@@ -59,6 +59,11 @@ def parent(site: Site) -> str:
     return path.rpartition("/")[0] if site.kind not in ("activation", "activation_grad") else path
 
 
+def caller(name: str) -> str:
+    """Returns the path of the module that calls an operation. `name`: of one of its operands or results."""
+    return split(name.rpartition("/")[0]).path
+
+
 def is_parameter(site: Site) -> bool:
     return site.kind in ("parameter", "parameter_grad")
 

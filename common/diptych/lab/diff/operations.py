@@ -22,7 +22,7 @@ from diptych.lab.traces import Observation, Site
 Role = tuple[str, int]
 
 _CALLED = {"linear": {"x": "a", "weight": "b"}}
-"""What a linear layer's operands are called in the product that it is."""
+"""New names of operands, by the row of their operation: a linear layer is read as a product of `a` and `b`."""
 _SWAPPED = {"a": "b", "b": "a"}
 
 
@@ -99,7 +99,7 @@ def _bits(o: Observation) -> Hashable:
 
 def _node(out: Site, operands: Mapping[str, Observation], by_bits: Mapping[Hashable, str | None]) -> Node:
     assert out.operation is not None
-    row, path = out.operation.name, names.split(out.name.rpartition("/")[0]).path
+    row, path = out.operation.name, names.caller(out.name)
     called = {_CALLED.get(row, {}).get(k, k): o for k, o in operands.items()}
     sites = {k: o.site for k, o in called.items()}
     sources = {}

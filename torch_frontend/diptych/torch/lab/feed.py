@@ -22,7 +22,7 @@ from diptych.lab.traces import Site, Tensor
 from diptych.lab.traces.schema import Kind, Operation
 from diptych.torch.lab import functions, statistics, taps
 from diptych.torch.lab.capture import capture, plain
-from diptych.torch.lab.structures import mapped
+from diptych.torch.lab.structures import mapped, parts
 
 _BUDGET = 2**61  # bytes: all values are whole
 
@@ -222,24 +222,23 @@ class _Pass:
 
 
 _Made = dict[tuple[int, bytes], torch.Tensor]
-"""What replaces tensors, by their ids and its bits: one tensor at several places stays one if it gets the same values,
-as a module may ask whether its arguments are one."""
+"""The tensors of a call that were replaced: the replacement by the id of the tensor and the bits that it gets. So one
+tensor at several places is replaced by one tensor, since a module may test whether its arguments are the same."""
 
 
 def _described(value: Any, slot: Callable[[torch.Tensor, str], Slot], place: str) -> Any:
     """Returns a structure of slots in place of one of tensors, which stays as it is. Places are those of `mapped`."""
     if isinstance(value, torch.Tensor):
         return slot(value, place)
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
-    if len(children) == 1 and children[0] is value:
+    found = parts(value, place)
+    if found is None:
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         made = copy.copy(value)
         for name in [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]:
             object.__setattr__(made, name, _described(getattr(value, name), slot, f'{place}["{name}"]'))
         return made
-    at = value if isinstance(value, dict) else getattr(value, "_fields", range(len(children)))
-    places = [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at]
+    children, spec, places, _ = found
     return pytree.tree_unflatten([_described(x, slot, p) for x, p in zip(children, places, strict=True)], spec)
 
 

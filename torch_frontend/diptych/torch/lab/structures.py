@@ -30,6 +30,20 @@ _TRACES_COPY = TorchVersion(torch.__version__) >= "2.13"
 WRITABLE = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
 
 
+def parts(value: Any, place: str) -> tuple[list[Any], Any, list[str], Any] | None:
+    """Returns what a structure that torch's pytree knows holds directly: children, the pytree's own description, the
+    children's places and their keys; None for anything else."""
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    at: Any = range(len(children))
+    if isinstance(value, dict):
+        at = list(value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        at = value._fields  # type: ignore[attr-defined]
+    return children, spec, [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at], at
+
+
 def mapped(value: Any, tap: Tap, skip: Skip = lambda value, place: None, place: str = "") -> Any:
     """Replaces each tensor of a structure by `tap(tensor, place)`, such as place '[0]["name"]'. Returns the structure,
     or another one in its place if it cannot be written to.
@@ -47,18 +61,13 @@ def _mapped(value: Any, tap: Tap, skip: Skip, place: str) -> tuple[Any, bool]:
         return tapped, tapped is not value
     if value is None or isinstance(value, (bool, int, float, str, torch.Size)):
         return value, False
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
-    if len(children) == 1 and children[0] is value:
+    found = parts(value, place)
+    if found is None:
         if dataclasses.is_dataclass(value):
             return _mapped_fields(value, tap, skip, place)
         skip(value, place)
         return value, False
-    at: Any = range(len(children))
-    if isinstance(value, dict):
-        at = list(value)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        at = value._fields  # type: ignore[attr-defined]
-    places = [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at]
+    children, spec, places, at = found
     made = [_mapped(child, tap, skip, where) for child, where in zip(children, places, strict=True)]
     if not any([other for _, other in made]):
         return value, False
