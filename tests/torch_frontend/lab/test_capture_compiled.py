@@ -76,7 +76,8 @@ def test_blocks_share_one_graph_with_taps(tmp_path):
     assert {f"activation_grad:{i}.down.0" for i in range(12)} <= set(observed(tmp_path / "t"))
 
 
-def test_recomputation_in_a_graph_is_recorded_once(tmp_path):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_recomputation_in_a_graph_is_recorded_once(tmp_path, passes):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,10 +94,12 @@ def test_recomputation_in_a_graph_is_recorded_once(tmp_path):
         model, x = Checkpointed(), torch.randn(3, 8, requires_grad=True)
         run = torch.compile(model, **AOT) if name == "compiled" else model
         with lab.capture(model, out=tmp_path / name) as t:
-            run(x).square().sum().backward()
+            loss = run(x).square().sum()
+            for scale in range(1, passes + 1):
+                (scale * loss).backward(retain_graph=scale < passes)
             t.step()
         found.append(hashes(tmp_path / name))
-    assert found[0] == found[1]
+    assert found[0] == found[1] and "activation_grad:block#1" in found[0]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

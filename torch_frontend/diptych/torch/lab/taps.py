@@ -443,24 +443,25 @@ def number_calls(every: Iterable[Seen]) -> None:
 
 
 def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
-    """Finds the calls that gradients of recomputed activations belong to: those with the same bits.
+    """Finds the calls that gradients of recomputed activations belong to: those with the same bits. Of several backward
+    passes through a call the last one's gradient stays.
 
     **Arguments:** `again`: recomputed activations, by ticket. `seen`: the others by ticket, and gradients by
-    ("gradient", ticket). **Raises** NotImplementedError if no call has the bits.
+    ("gradient", ticket). **Raises** UnsupportedError if no call has the bits.
     """
-    done = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
+    kept = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
+    found: dict[int, int] = {}  # of each call's ticket, that of its recomputation
     for ticket in [t for t in again if ("gradient", t) in seen]:
         name = again[ticket].name
-        calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in done]
+        calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in kept]
         if len(calls) > 1:
             calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
         if not calls:
-            raise UnsupportedError(
-                f"capture: {name} was recomputed in the backward pass with other bits, and it ran more than once in "
-                "the step, so that its gradients cannot be matched"
-            )
-        done.add(calls[-1])  # recomputation runs from the last call to the first
-        seen["gradient", ticket].call = seen[calls[-1]].call
+            raise UnsupportedError(f"capture: gradients of {name} match no call: it was recomputed with other bits")
+        for call in calls if all(call in found for call in calls) else ():  # of a backward pass before this one
+            del seen["gradient", found.pop(call)]
+        call = [call for call in calls if call not in found][-1]  # recomputation runs from the last to the first
+        found[call], seen["gradient", ticket].call = ticket, seen[call].call
 
 
 def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:
