@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         metavar="H",
         help="float64 traces H_A H_B of both models, which tell definition from rounding; or one of either, for the "
-        "verdict on rounding alone",
+        "verdict on rounding alone; give it after A and B",
     )
     diff.add_argument("--map", type=_path, metavar="FILE", help="JSON that gives B's names for names of A")
     diff.add_argument(

@@ -55,8 +55,12 @@ def real(path: pathlib.Path) -> pathlib.Path:
 
 
 def require_writable(option: str, path: pathlib.Path, traces: Sequence[pathlib.Path]) -> None:
-    """**Raises** FileError at once for a file that could not be written later, or that is inside of a trace's folder.
-    `option`: of the command line."""
+    """**Raises** FileError at once for a file that could not be written later, that is inside of a trace's folder, or
+    that is a link, which would be replaced. `option`: of the command line."""
+    if os.fspath(path) == "-":
+        raise FileError(errno.EINVAL, f"{option} -: is no name of a file; standard output has the summary")
+    if path.is_symlink():
+        raise FileError(errno.EINVAL, f"{option} {path}: is a link to {os.readlink(path)}; name the file itself")
     if (found := kind(path)) not in ("a file", "nothing"):
         raise FileError(errno.EINVAL, f"{option} {path}: is {found}, where a file is to be written")
     if any(real(path).is_relative_to(real(folder)) for folder in traces):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 
 import equinox
 import jax
@@ -369,6 +370,15 @@ number = 3
 
 def failing():
     raise RuntimeError("no weights here")
+
+
+def exits():
+    sys.exit(0)
+
+
+class Exits(nn.Module):
+    def forward(self, x):
+        sys.exit(0)
 
 
 def returns_number():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import runpy
 import sys
 
@@ -179,6 +180,8 @@ def test_arguments_of_any_name(files, tmp_path, capsys):
         ("bisect_models:absent", "bisect_models has no absent"),
         ("bisect_models:number", "is no function that returns a model, but int"),
         ("bisect_models:failing", "raised RuntimeError: no weights here"),
+        ("bisect_models:exits", "raised SystemExit: 0"),
+        ("bisect_models:Exits", "(bisect_models:Exits) cannot be run in torch"),
         ("bisect_models:returns_number", "must return a model that can be called, got int"),
     ],
 )
@@ -186,7 +189,7 @@ def test_wrong_factories(factory, message, files, capsys):
     given = ["bisect", "--a", "bisect_models:torch_right", "--b", factory, "--inputs", str(files / "tokens.npz")]
     assert cli.main(given) == cli.BAD_INPUT
     error = capsys.readouterr().err
-    assert message in error and error.startswith("diptych bisect: error: --b") and error.count("\n") == 1
+    assert message in error and error.startswith("diptych bisect: error: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -224,8 +227,14 @@ def test_wrong_options(tmp_path, files, capsys):
     tokens = files / "tokens.npz"
     assert run("torch_right", "torch_right", tokens, "--framework-b", "jax") == cli.BAD_INPUT
     assert "--framework-b jax: bisect_models:torch_right returned Model" in capsys.readouterr().err
-    assert run("torch_right", "torch_right", tokens, "--out", tmp_path) == cli.BAD_INPUT
-    assert "is a folder, where a file is to be written" in capsys.readouterr().err
+    for folder in (tmp_path, ".", "..", "/"):
+        assert run("torch_right", "torch_right", tokens, "--out", folder) == cli.BAD_INPUT
+        assert "is a folder, where a file is to be written" in capsys.readouterr().err
+    source = pathlib.Path(models.__file__)
+    before = source.read_bytes()
+    assert run("torch_right", "torch_right", tokens, "--out", source) == cli.BAD_INPUT
+    assert "would replace the source of the module bisect_models" in capsys.readouterr().err
+    assert source.read_bytes() == before
     copy = tmp_path / "x_data.npz"
     copy.write_bytes(tokens.read_bytes())
     assert run("torch_right", "torch_right", copy, "--out", tmp_path / "x.py") == cli.BAD_INPUT
@@ -237,6 +246,15 @@ def test_wrong_options(tmp_path, files, capsys):
     assert run("torch_right", "torch_right", tokens, "--map", tmp_path / "map.json") == cli.BAD_INPUT
     assert "no name of A is left for this rule" in capsys.readouterr().err
     assert run("torch_mlp", "equinox_right", tokens) == cli.BAD_INPUT  # tokens are no rows
+
+
+@pytest.mark.parametrize(
+    "rows", [np.full((2, models.WIDTH), np.nan, np.float32), np.zeros((0, models.WIDTH), np.float32)]
+)
+def test_inputs_that_show_nothing(rows, tmp_path, capsys):
+    np.savez(tmp_path / "x.npz", arg0=rows)
+    assert run("torch_mlp", "torch_mlp", tmp_path / "x.npz") == cli.BAD_INPUT
+    assert "no module output of A has a finite element" in capsys.readouterr().err
 
 
 def test_functions_without_modules(files, capsys):

@@ -32,7 +32,7 @@ def trace(folder: Path, *steps: list[Entry], **changes: object) -> Trace:
 def matched(tmp_path: Path, a: list[Entry], b: list[Entry], frameworks=("torch", "jax"), rules=None) -> match.Matching:
     seen_a, seen_b = (trace(tmp_path / n, entries).ranks[0].step(0) for n, entries in (("a", a), ("b", b)))
     if rules is not None:
-        rules.check([o.site.name for o in seen_a], [o.site.name for o in seen_b])
+        rules.check([o.site for o in seen_a], [o.site for o in seen_b])
     return match.match(seen_a, seen_b, frameworks, rules)
 
 

@@ -93,6 +93,9 @@ def test_a_map(traces, capsys):
         (["a", "loop"], "loop/meta.json: cannot be read"),
         (["loop", "b"], "loop/meta.json: cannot be read"),
         (["a", "b", "--json", "loop"], "--json loop: is "),
+        (["a", "b", "--json", "link"], "--json link: is a link to file; name the file itself"),
+        (["a", "b", "--json", "/dev/stdout"], "--json /dev/stdout: is "),
+        (["a", "b", "--html", "-"], "--html -: is no name of a file"),
         (["a", "b", "--json", "loop/x"], "--json loop/x: "),
         (["a", "b", "--map", "none"], "none: cannot be read"),
         (["a", "b", "--map", "/dev/zero"], "/dev/zero: is a character device"),
@@ -118,6 +121,7 @@ def test_a_map(traces, capsys):
 def test_wrong_arguments_are_named(traces, capsys, argv, named):
     (traces / "file").write_text("")
     (traces / "loop").symlink_to("loop")
+    (traces / "link").symlink_to("file")
     before = sorted(p for p in traces.rglob("*"))
     assert named in refused(argv, capsys)
     assert sorted(p for p in traces.rglob("*")) == before

@@ -6,6 +6,7 @@ import pytest
 
 from diptych.lab.diff import mapping
 from diptych.lab.diff.result import DiffError
+from diptych.lab.traces import Site
 
 
 def rules(tmp_path, content) -> mapping.Rules:
@@ -85,14 +86,26 @@ def test_files_that_cannot_be_read(tmp_path):
         mapping.read(tmp_path / "bytes")
 
 
+def sites(*names: str, kind="activation") -> list[Site]:
+    return [Site(name, kind, 0, (1,), "float32") for name in names]
+
+
 def test_rules_must_be_about_both_traces(tmp_path):
     given = rules(tmp_path, {"a.*": "b/*", "c": "d"})
-    assert given.check(["a.0", "c"], ["b/0", "d[0]"]) == []
-    (note,) = given.check(["a.0", "a.1", "a.2", "c"], ["b/0", "d[0]"])
+    assert given.check(sites("a.0", "c"), sites("b/0", "d[0]")) == []
+    (note,) = given.check(sites("a.0", "a.1", "a.2", "c"), sites("b/0", "d[0]"))
     assert note.endswith("'a.*': of 3 names that it makes, B does not have 'b/1', 'b/2'")
     with pytest.raises(DiffError, match="no name of A is left for this rule"):
-        given.check(["a.0"], ["b/0", "d"])
+        given.check(sites("a.0"), sites("b/0", "d"))
     with pytest.raises(DiffError, match="B has no 'b/0'"):
-        given.check(["a.0", "c"], ["b/1", "d"])
+        given.check(sites("a.0", "c"), sites("b/1", "d"))
     with pytest.raises(DiffError, match="no name of A is left"):
-        rules(tmp_path, {"*": "*", "a": "b"}).check(["a"], ["a", "b"])
+        rules(tmp_path, {"*": "*", "a": "b"}).check(sites("a"), sites("a", "b"))
+
+
+def test_transposed_is_said_of_parameters(tmp_path):
+    given = rules(tmp_path, {"a": {"name": "b", "transposed": True}})
+    with pytest.raises(DiffError, match='"transposed" is for parameters'):
+        given.check(sites("a"), sites("b"))
+    for kinds in (("activation", "parameter"), ("parameter", "activation"), ("parameter_grad",)):
+        assert given.check([site for kind in kinds for site in sites("a", kind=kind)], sites("b")) == []

@@ -108,7 +108,7 @@ def test_a_wrong_result_differs(made, capsys, tmp_path):
     ("argv", "why"),
     [
         (["nowhere", "x"], "nowhere/meta.json"),
-        (["MADE", "zzz"], "zzz: the step has no such site"),
+        (["MADE", "zzz"], "'zzz': the step has no such site"),
         (["MADE", "operand:h.0/add.a"], "no operation that computed it was recorded"),
         (["MADE", "bad/add.out"], "add cannot be computed of the recorded operands"),
         (["MADE", "h.0/add.out", "--step", "3"], "has no step 3; it has 0"),

@@ -111,7 +111,7 @@ def test_a_folder_without_a_trace(tmp_path):
 
 def test_a_rank_too_many(folder):
     (folder / "rank1").mkdir()
-    with pytest.raises(TraceError, match=r"t/rank1: .*meta.json says that there are 1 ranks"):
+    with pytest.raises(TraceError, match=r"t/rank1: .*meta.json says that ranks are 0 to 0"):
         Trace.open(folder)
 
 
@@ -135,9 +135,9 @@ def test_a_truncated_meta_is_refused_wherever_it_ends(folder):
         (lambda s: s["records"][0].update(count=34), r"line 2: records\[0\].count: is 34 of 35 elements"),
         (lambda s: s["records"][0].update(hash=None, values="most"), r"line 2: records\[0\].values: must be one of"),
         (lambda s: s["records"][0].update(file="../../x"), r"line 2: records\[0\]: has an unknown field 'file'"),
-        (lambda s: s["records"].pop(), r"step-00001.safetensors: tensor 'activation:layer.int32': is in one of"),
+        (lambda s: s["records"].pop(), r"tensor 'activation:layer.int32': is not in steps.jsonl"),
         (lambda s: s["records"][0].update(values="sampled", count=9), r"is float32\[5, 7\], .* says float32\[9\]"),
-        (lambda s: s["records"][0].update(values="none", count=0), r"tensor 'activation:layer.float32': is in one of"),
+        (lambda s: s["records"][0].update(values="none", count=0), "'activation:layer.float32': is not in steps.jsonl"),
     ],
 )  # fmt: skip
 def test_a_hostile_step_is_refused(folder, edit, why):
@@ -165,7 +165,7 @@ def test_a_hostile_site_is_refused(folder, changes, why):
 def test_a_step_with_the_values_of_another_is_refused(folder):
     a, b = folder / "rank0/step-00000.safetensors", folder / "rank0/step-00001.safetensors"
     write_tensors(b, {"x": Tensor.of(np.zeros(3))})
-    with pytest.raises(TraceError, match=r"step-00001.safetensors: tensor 'activation:layer.bfloat16#1': is in one"):
+    with pytest.raises(TraceError, match=r"step-00001.safetensors: tensor '.*': is missing; steps.jsonl has it"):
         read_all(folder)
     a.unlink()
     with pytest.raises(TraceError, match=r"step-00000.safetensors: cannot be read: No such file"):

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CaptureWarning)  # of gradients and the like, which nobody asked for
             outcome = search(a, b, rules)
+        if beside is not None:
+            _require_no_module(args.out, beside)
         print(text(outcome, a, b))
         if outcome.found is None:
             return DIFFERS if outcome.shapes else 0
@@ -92,6 +94,7 @@ def _beside(args: argparse.Namespace) -> pathlib.Path:
     """Returns the file beside a script for its arrays. **Raises** FileError if either could not be written,
     BisectError if it would replace a file that is read."""
     out: pathlib.Path = args.out
+    files.require_writable("--out", out, [])
     beside = out.with_name(f"{out.stem}_data.npz")
     for path in (out, beside):
         files.require_writable("--out", path, [])
@@ -99,6 +102,15 @@ def _beside(args: argparse.Namespace) -> pathlib.Path:
             if given is not None and files.real(path) == files.real(given):
                 raise BisectError(f"--out {out}: would replace {option} {given}")
     return beside
+
+
+def _require_no_module(*written: pathlib.Path) -> None:
+    """**Raises** BisectError if a file that is to be written is the source of a module, such as a factory's."""
+    modules = {name: getattr(m, "__file__", None) for name, m in list(sys.modules.items())}
+    sources = {files.real(pathlib.Path(source)): name for name, source in modules.items() if source}
+    for path in written:
+        if (name := sources.get(files.real(path))) is not None:
+            raise BisectError(f"--out {path}: would replace the source of the module {name}")
 
 
 # --- arguments ---
@@ -163,7 +175,7 @@ def factory(option: str, spec: str) -> Callable[[], Any]:
         raise BisectError(f"{option}: a factory is written as package.module:name")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as e:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as e:  # whatever the module does when it is imported
         raise BisectError(f"{option}: {module} cannot be imported: {type(e).__name__}: {e}") from e
     for part in names.split("."):
         try:
@@ -178,7 +190,7 @@ def factory(option: str, spec: str) -> Callable[[], Any]:
 def _called(option: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise BisectError(f"{option}: raised {type(e).__name__}: {e}") from e
 
 

@@ -87,7 +87,7 @@ def _tried(made: Script) -> float:
         with _kept(sys.path), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(made.text, "<diptych bisect>", "exec"), space)
             return float(space["compare"](made.data))
-    except Exception as e:  # of the models' code
+    except (Exception, SystemExit) as e:  # of the models' code
         raise _UnwritableError(str(e)) from e
 
 
@@ -153,12 +153,13 @@ def _written(
     imports = [f"import {name}" for name in frameworks]
     if "jax" in frameworks:
         imports[:1] = ["import jax", "import jax.numpy as jnp"]
-    title = f"{calls[0].path or 'the model'} and {calls[1].path or 'the model'} give other results of equal inputs."
+    both = " and ".join(f"{c.path or 'the whole model'} of {s.name}" for s, c in zip((a, b), calls, strict=True))
+    title = f"{both} have different results of equal inputs."
     text = _SCRIPT.format(
         title=_quotable(title), command=_quotable(command), modules=_modules(a, b),
         imports="\n".join(imports), parts="\n\n\n".join(parts),
         outputs="".join(f"\n    {o}," for o in outputs),
-        names=repr(f"{calls[0].path or 'the model'} and {calls[1].path or 'the model'}"),
+        names=repr(both),
     )  # fmt: skip
     return Script(text, data.arrays, calls[0].path, math.nan)
 
@@ -211,7 +212,8 @@ def compare(x):
         worst = np.unravel_index(np.argmax(apart), apart.shape)
         scale = np.sqrt(np.mean(np.where(np.isfinite(of_a), of_a, 0) ** 2))
         rms = np.sqrt(np.mean(apart**2)) / max(scale, np.finfo(float).tiny)
-        print(f"{{NAMES}}, output {{list(place_a)}}: relative rms of the difference {{rms:.3g}}; largest at")
+        which = f", output {{list(place_a)}}" if place_a else ""
+        print(f"{{NAMES}}{{which}}: relative rms of the difference {{rms:.3g}}; largest at")
         print(f"  {{[int(i) for i in worst]}}: {{of_a[worst]:.9g}} and {{of_b[worst]:.9g}}")
         largest = max(largest, float(np.nan_to_num(rms, nan=np.inf)))
     return largest

@@ -73,7 +73,7 @@ class Side:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             raise BisectError(
                 f"{self.name} ({self.factory}) cannot be run in {self.framework} on the inputs: {type(e).__name__}: {e}"
             ) from e
@@ -142,7 +142,7 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
     (trace_a, unseen_a), (trace_b, unseen_b) = a.capture(), b.capture()
     seen = [_observations(trace) for trace in (trace_a, trace_b)]
     if rules is not None:
-        rules.check(*([o.site.name for o in side] for side in seen))
+        rules.check(*([o.site for o in side] for side in seen))
     matching = match.match(seen[0], seen[1], (a.framework, b.framework), rules)
     pairs = [p for p in matching.pairs if p.a.kind == "activation" and _alike(p)]
     if not pairs:
@@ -151,6 +151,9 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
         )
     values = {o.site.key: o for o in seen[0]}
     of_a = {p.a.key: _values(values[p.a.key]) for p in pairs}
+    silent = [key for key, x in of_a.items() if not _has_numbers(x)]
+    if len(silent) == len(of_a):
+        raise BisectError("no module output of A has a finite element, so that nothing can be compared on these inputs")
     fed = {p.b.key: _fed(of_a[p.a.key], p) for p in pairs}
     sites = _measured(b, pairs, of_a, fed)
     first = next((site for site in sites if site.differs), None)
@@ -163,6 +166,8 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
     listed = {key for each in matching.ambiguous for key in (*each.a, *each.b)}
     alone = [tuple(key for key in keys if key not in listed) for keys in alone]
     notes = [*matching.notes, *_not_compared("A", unseen_a), *_not_compared("B", unseen_b)]
+    if silent:
+        notes.append(f"outputs of A without a finite element, which show no difference: {names.few(silent, _NAMED)}")
     shapes = matching.differs and bool(alone[0]) and bool(alone[1])
     return Outcome(tuple(sites), found, fed, alone[0], alone[1], tuple(matching.ambiguous), tuple(notes), shapes)
 
@@ -182,6 +187,10 @@ def _observations(trace: Trace) -> list[Observation]:
 def _alike(pair: match.Pair) -> bool:
     """Whether both tensors are floats, or neither is."""
     return (DTYPES[pair.a.dtype].kind == "float") == (DTYPES[pair.b.dtype].kind == "float")
+
+
+def _has_numbers(x: Tensor) -> bool:
+    return bool(np.isfinite(array(x).astype(np.float64)).any())
 
 
 def _values(o: Observation) -> Tensor:

@@ -81,6 +81,7 @@ def _show(result: Result, written: list[str]) -> None:
         print(summary.text(result))
         if written:
             print(f"\nwritten: {', '.join(written)}")
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None if whoever started the process has closed it
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

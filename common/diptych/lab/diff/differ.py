@@ -37,7 +37,7 @@ def diff(
     if a.meta.ranks != b.meta.ranks:
         raise DiffError(f"{a.folder} has {a.meta.ranks} ranks, {b.folder} has {b.meta.ranks}")
     seen = {rank: [_first_seen(t.ranks[rank], numbers) for t in (a, b)] for rank in a.ranks}
-    named = ([o.site.name for both in seen.values() for o in both[i]] for i in range(2))
+    named = ([o.site for both in seen.values() for o in both[i]] for i in range(2))
     of_rules = [] if rules is None else rules.check(*named)
     rows: list[_Row] = []
     sites: dict[int, tuple[list[Site], list[Site]]] = {}
@@ -90,10 +90,19 @@ class _Row(NamedTuple):
 # --- what is compared ---
 
 
+def _without_steps(trace: Trace) -> str:
+    idle = [n for n in range(trace.meta.ranks) if n not in trace.ranks or not trace.ranks[n].steps]
+    if not idle:
+        return "no step is complete in all ranks"
+    if trace.meta.ranks == 1:
+        return "no step was recorded"
+    return f"no step was recorded by {'rank' if len(idle) == 1 else 'ranks'} {shown(idle)} of {trace.meta.ranks}"
+
+
 def _steps(a: Trace, b: Trace, wanted: Sequence[int | range] | None) -> list[int]:
     for trace in (a, b):
         if not trace.steps:
-            raise DiffError(f"{trace.folder}: no step is complete in all ranks")
+            raise DiffError(f"{trace.folder}: {_without_steps(trace)}")
     both = sorted(set(a.steps) & set(b.steps))
     if not both:
         raise DiffError(f"no step is in both traces: {a.folder} has {shown(a.steps)}, {b.folder} has {shown(b.steps)}")
@@ -128,7 +137,7 @@ def _notes(
     for trace in (a, b):
         if wanted is None and len(trace.steps) > len(numbers):
             notes.append(f"{trace.folder}: {len(trace.steps) - len(numbers)} of its {len(trace.steps)} steps are "
-                         "not in the other trace")  # fmt: skip
+                         "not complete in the other trace")  # fmt: skip
     if a.meta.hash != b.meta.hash:
         notes.append(f"hashes are not compared: they are {a.meta.hash} and {b.meta.hash}")
     return notes

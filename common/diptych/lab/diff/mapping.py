@@ -16,7 +16,7 @@ from typing import Any
 from diptych.lab import files
 from diptych.lab.diff import names
 from diptych.lab.diff.result import DiffError
-from diptych.lab.traces.schema import TraceError, parse
+from diptych.lab.traces.schema import Site, TraceError, parse
 
 LARGEST_FILE = 2**24
 MOST_WILDCARDS = 4
@@ -58,16 +58,21 @@ class Rules:
                     return rule, result + rest
         return None
 
-    def check(self, a: Iterable[str], b: Iterable[str]) -> list[str]:
+    def check(self, a: Iterable[Site], b: Iterable[Site]) -> list[str]:
         """Returns a sentence for each rule with some results that are no names of B, so that sites of A stay alone.
 
-        **Raises** DiffError for a rule that matches no name of A, or whose results are all no names of B.
+        **Raises** DiffError for a rule that matches no name of A, whose results are all no names of B, or that says
+        of names whether they are transposed none of which is a parameter's.
         """
-        b_names = {text for name in b for text in (names.normal(name), names.split(name).path)}
+        b_names = {text for site in b for text in (names.normal(site.name), names.split(site.name).path)}
         results: dict[str, list[str]] = {rule.a: [] for rule in self.rules}
-        for name in dict.fromkeys(a):
+        idle = {rule.a for rule in self.rules if rule.transposed is not None}
+        parameters = {site.name: names.is_parameter(site) for site in sorted(a, key=names.is_parameter)}
+        for name, is_parameter in parameters.items():
             if found := self.find(name):
                 results[found[0].a].append(found[1])
+                if is_parameter:
+                    idle.discard(found[0].a)
         notes = []
         for rule, made in results.items():
             missing = [name for name in made if name not in b_names and names.split(name).path not in b_names]
@@ -78,6 +83,8 @@ class Rules:
             if missing:
                 few = names.few([repr(name[:200]) for name in missing])
                 notes.append(f"{self.path}: {rule[:200]!r}: of {len(made)} names that it makes, B does not have {few}")
+            if rule in idle:
+                raise DiffError(f'{self.path}: {rule[:200]!r}: "transposed" is for parameters, and it names none')
         return notes
 
 

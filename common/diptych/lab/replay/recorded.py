@@ -80,8 +80,8 @@ def _found(observations: list[Observation], site: str) -> Observation:
     if named:
         keys = ", ".join(o.site.key for o in named[:8])
         raise ReplayError(f"{site}: is the name of {len(named)} sites; give the key of one: {keys}")
-    near = difflib.get_close_matches(site, [*by_key, *(o.site.name for o in observations)], 3, 0.5)
-    raise ReplayError(f"{site}: the step has no such site" + (f"; near are {', '.join(near)}" if near else ""))
+    near = difflib.get_close_matches(site, {**by_key, **dict.fromkeys(o.site.name for o in observations)}, 3, 0.5)
+    raise ReplayError(f"{site!r}: the step has no such site" + (f"; near are {', '.join(near)}" if near else ""))
 
 
 def _with_operation(found: Observation, observations: list[Observation], trace: Trace) -> Observation:

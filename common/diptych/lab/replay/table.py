@@ -227,7 +227,9 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{name[:40]!r} is no operation that can be computed again; there are {', '.join(TABLE)}")
     tests = TABLE[name].options
     if options.keys() != tests.keys():
-        raise ValueError(f"{name}: its options are {', '.join(tests) or 'none'}, not {', '.join(options)[:200]}")
+        raise ValueError(
+            f"{name}: its options are {', '.join(tests) or 'none'}, not {', '.join(options)[:200] or 'none'}"
+        )
     wrong = next((k for k, test in tests.items() if not test(options[k])), None)
     if wrong is not None:
         raise ValueError(f"{name}: option {wrong} cannot be {str(options[wrong])[:80]!r}")

@@ -146,7 +146,7 @@ class Trace:
             if not stat.S_ISDIR(path.lstat().st_mode):
                 raise TraceError(f"{path}: is {'a link' if path.is_symlink() else files.kind(path)}, not a folder")
             if number >= meta.ranks:
-                raise TraceError(f"{path}: {folder / META} says that there are {meta.ranks} ranks, counted from 0")
+                raise TraceError(f"{path}: {folder / META} says that ranks are 0 to {meta.ranks - 1}")
         return cls(folder, meta, {number: Rank(path, meta) for number, path in sorted(ranks.items())})
 
     @property
@@ -180,8 +180,9 @@ def check_records(step: Step, sites: list[Site], where: str) -> None:
 def _check_tensors(path: pathlib.Path, tensors: dict[str, Tensor], observations: list[Observation]) -> None:
     kept = {r.site.key: r for r in observations if r.record.values != "none"}
     if tensors.keys() != kept.keys():
-        names = sorted(tensors.keys() ^ kept.keys())
-        raise TraceError(f"{path}: tensor {names[0][:200]!r}: is in one of {STEPS} and this file alone")
+        name = min(tensors.keys() ^ kept.keys())
+        found = f"is not in {STEPS}" if name in tensors else f"is missing; {STEPS} has it"
+        raise TraceError(f"{path}: tensor {name[:200]!r}: {found}")
     for key, tensor in tensors.items():
         site, record = kept[key].site, kept[key].record
         shape = site.shape if record.values == "whole" else (record.count,)

@@ -64,7 +64,8 @@ class Site:
     operation: Operation | None = None
 
     def __post_init__(self) -> None:
-        _check(0 < len(self.name) <= _LONGEST_NAME and self.name.isprintable(), "name", "must be printable text")
+        printable = 0 < len(self.name) <= _LONGEST_NAME and self.name.isprintable()
+        _check(printable, "name", f"must be 1 to {_LONGEST_NAME} printable characters")
         _check(".." not in self.name.split("/"), "name", 'must have no part ".."')
         _check(self.call >= 0, "call", "must not be negative")
         _check(is_recorded(self.dtype), "dtype", f"is unknown: {self.dtype[:40]!r}")

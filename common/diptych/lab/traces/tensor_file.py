@@ -106,7 +106,9 @@ def _mapped(path: pathlib.Path, entries: dict[str, _Entry], data: np.ndarray) ->
         except ValueError as e:
             raise TraceError(f"{where}: {e}") from None
         nbytes = math.prod(entry.shape) * dtype.nbytes
-        if entry.data_offsets != (end, end + nbytes) or end + nbytes > data.size:
+        if entry.data_offsets == (end, end + nbytes) and end + nbytes > data.size:
+            raise TraceError(f"{where}: is cut off: it ends at byte {end + nbytes} of {data.size} behind the header")
+        if entry.data_offsets != (end, end + nbytes):
             raise TraceError(
                 f"{where}: data_offsets: are {str(list(entry.data_offsets))[:80]}, must be {[end, end + nbytes]}, "
                 f"since the tensors of the file's {data.size} bytes neither overlap nor leave gaps"
