@@ -38,7 +38,7 @@ from benchmarks.sources import digest
 from diptych.common import RECIPES, Recipe
 from diptych.lab import checkpoint
 from diptych.lab.data import ByteData, load
-from diptych.lab.job import Job, ModelConfig, OptimConfig, elements_per_byte
+from diptych.lab.job import LOSS_TOLERANCE, Job, ModelConfig, OptimConfig, elements_per_byte
 from diptych.lab.seeds import Pairs
 from diptych.lab.train import Settings
 
@@ -381,7 +381,7 @@ def rendered(folder: Path = results.FOLDER) -> str:
     env = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
     shown = {f.__name__: f for f in (high_precision, by_recipe, by_blocks, every_pair, where)}
     page = env.from_string(TEXT.read_text()).render(
-        machines=machines, setting=Setting(), goals=GOALS, noise=noise(folder), **shown
+        machines=machines, setting=Setting(), goals=GOALS, tolerance=LOSS_TOLERANCE, noise=noise(folder), **shown
     )
     return page.strip() + "\n"
 

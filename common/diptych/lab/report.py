@@ -103,11 +103,11 @@ def _pair(r: Results, low: bool) -> list[tuple[str, Results]]:
 
 
 def _smooth(values: Any, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Centres and means of a moving window."""
+    """Centres, counted from step 0, and means of a moving window."""
     values = np.asarray(values, float)
     window = max(1, min(window, len(values)))
     means = np.convolve(values, np.ones(window) / window, mode="valid")
-    return np.arange(len(means)) + (window - 1) / 2 + 1, means
+    return np.arange(len(means)) + (window - 1) / 2, means
 
 
 def _losses(r: Results) -> str:
@@ -133,8 +133,10 @@ def _losses(r: Results) -> str:
         for y, text in ((entropy, "unigram entropy"), (0.8 * entropy, "0.8 × unigram entropy")):
             ax.axhline(y, color="#868e96", lw=1, ls=":")
             ax.annotate(f"{text} {y:.2f} ", (1, y), **place)
-        ax.set_ylim(top=1.3 * entropy)
         ax.set_xlabel("step")
+    top, losses = 1.3 * r["entropy"], np.concatenate([run["losses"] for run in r["runs"].values()])
+    if np.mean(losses < top) > 0.5:  # in a short run most losses may lie above
+        axes[0].set_ylim(top=top)  # of both
     axes[0].set_ylabel("loss, nats per byte")
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -148,7 +150,7 @@ def _differences(r: Results) -> str:
     for low, color in ((False, "#868e96"), (True, _COLORS[2])):
         a, b = (np.asarray(run["losses"]) for _, run in _pair(r, low))
         gap = np.abs(a - b)
-        steps = np.arange(1, len(gap) + 1)
+        steps = np.arange(len(gap))
         left.plot(steps[gap > 0], gap[gap > 0], ".", ms=2.5, color=color, alpha=0.4)
         at, mean = _smooth(gap, max(1, len(gap) // 20))
         name = r["recipe"]["name"] if low else "high precision"
@@ -230,7 +232,7 @@ def _drift(r: Results) -> str:
     ax.grid(axis="x", visible=False)
     ax.set_xlabel("activations in forward order, from the embedding on the left to the loss on the right")
     ax.set_ylabel("relative distance ‖a − b‖ / ‖a‖")
-    ax.legend(loc="lower center", ncols=len(shades))
+    fig.legend(loc="outside lower center", ncols=min(8, len(shades)))
     return _svg(fig)
 
 

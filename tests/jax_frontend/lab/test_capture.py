@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import diptych.jax as dj
 from diptych.common.errors import ArgumentError
 from diptych.jax import lab
+from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import Trace, TraceError
 from jax_frontend.lab.captures import close, recorded, same_bits
 
@@ -186,6 +187,36 @@ def test_diptych_ops(tmp_path):
     same_bits(bare.results[0], got.results[0])
     of_ops = [key for key in got.steps[0] if key.startswith(("operand:", "result:"))]
     assert set(bare.steps[0]) == set(got.steps[0]) - set(of_ops) | {"result:loss"} & set(of_ops)
+
+
+def test_states_that_are_donated_as_pytrees(tmp_path):
+    graph, state = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+    def loss(state):
+        return (nnx.merge(graph, state)(jnp.ones((2, 4))) ** 2).mean()
+
+    def step(state):
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    want = step(state)
+    got = recorded(tmp_path / "a", jax.jit(step, donate_argnums=0), (state,))
+    assert got.meta.plain_bits is True
+    same_bits(jax.tree.leaves(got.results[0]), jax.tree.leaves(want))
+
+
+def test_cached_partial_is_refused(tmp_path):
+    cached = nnx.cached_partial(nnx.jit(lambda model, x: model(x)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(NotImplementedError, match="cached_partial"):
+        lab.capture(cached, tmp_path / "t")
+
+
+def test_patterns_that_match_nothing_are_named(tmp_path):
+    with (
+        pytest.warns(CaptureWarning, match=r"step 0 records nothing, since no site matches 'encoder\.\*\*'"),
+        lab.capture(jax.jit(jnp.sin), tmp_path / "t", sites="encoder.**") as run,
+    ):
+        run(jnp.ones(3))
 
 
 def test_jit_options_are_kept(tmp_path):

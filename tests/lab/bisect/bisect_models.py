@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 
@@ -325,16 +326,17 @@ class Odd(nn.Module):
 
 
 class Skipping(nn.Module):
-    """One of its modules runs in all passes but one."""
+    """One of its modules runs in all passes but one, by a count that no pass sets back."""
 
     def __init__(self, skipped=None):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.skipped, self.passes = nn.Linear(WIDTH, 4), nn.Linear(4, 4), skipped, 0
+        self.first, self.last, self.skipped = nn.Linear(WIDTH, 4), nn.Linear(4, 4), skipped
+        self.passes = itertools.count()
 
     def forward(self, x):
-        x, self.passes = self.first(x), self.passes + 1
-        return x if self.passes - 1 == self.skipped else self.last(x)
+        x = self.first(x)
+        return x if next(self.passes) == self.skipped else self.last(x)
 
 
 def random(active=True):
@@ -348,6 +350,36 @@ def masked(norm_first=False):
     return nn.TransformerEncoder(layer, 1, enable_nested_tensor=not norm_first).eval()
 
 
+class Queue(nn.Module):
+    """Its forward pass changes what the next one computes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 4)
+        self.register_buffer("queue", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        out = y + self.queue
+        self.queue.copy_(y.detach().mean(0))
+        return out
+
+
+class Packed(nn.Module):
+    def __init__(self, moved=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.lstm = nn.Linear(WIDTH, 4), nn.LSTM(4, 3, batch_first=True)
+        self.lstm.weight_hh_l0.data += moved
+
+    def forward(self, x):
+        lengths = torch.tensor([3, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(self.linear(x[:, None].repeat(1, 3, 1)), lengths, batch_first=True)
+        return self.lstm(packed)[0].data
+
+
+packed_moved = functools.partial(Packed, 0.1)
 odd_right, odd_wrong = Odd, functools.partial(Odd, 1.01)
 skipping_fed, skipping_moved = functools.partial(Skipping, 1), functools.partial(Skipping, 2)
 random_off = functools.partial(random, False)

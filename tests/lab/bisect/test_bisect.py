@@ -167,6 +167,19 @@ def test_modules_of_fast_paths_are_seen(files, tmp_path, capsys):
 
 
 @pytest.mark.sampled
+def test_states_of_a_pass_are_set_back(files, capsys):
+    assert run("Queue", "Queue", files / "rows.npz") == 0
+
+
+def test_packed_sequences(tmp_path, capsys):
+    """A module that gets one is found, although a script cannot hold its argument as text."""
+    np.savez(tmp_path / "x.npz", arg0=models.rows()[:2])
+    assert run("Packed", "Packed", tmp_path / "x.npz") == 0
+    assert run("Packed", "packed_moved", tmp_path / "x.npz") == 1
+    out = capsys.readouterr().out
+    assert 'The first that makes a difference: lstm[0]["data"] in A' in out and "compare(read())" in out
+
+
 def test_arguments_of_any_name(files, tmp_path, capsys):
     np.savez(tmp_path / "x.npz", model=models.rows())
     assert run("nnx_named", "nnx_named", tmp_path / "x.npz") == 0

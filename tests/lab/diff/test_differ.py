@@ -142,8 +142,11 @@ def test_no_common_step(tmp_path):
         writer.step(7, chain(1))
     with pytest.raises(DiffError, match=r"no step is in both traces: .* has step 0, .* has step 7"):
         differ.diff(a, Trace.open(tmp_path / "b"))
-    with pytest.raises(DiffError, match="no step is complete"):
+    with pytest.raises(DiffError, match=r"c: no step was recorded$"):
         differ.diff(trace(tmp_path / "c"), a)
+    for ranks, said in ((2, "no step was recorded by rank 1 of 2"), (3, "by ranks 1, 2 of 3")):
+        with pytest.raises(DiffError, match=said):
+            differ.diff(trace(tmp_path / f"of {ranks}", chain(1), ranks=ranks), a)
 
 
 def test_a_step_that_was_interrupted(tmp_path):
@@ -305,6 +308,32 @@ def test_two_references(tmp_path, wrong, want):
     assert result.rows[1].cells[0].noise == pytest.approx(noise, rel=1e-9)
     assert result.rows[1].cells[0].definition == pytest.approx(root(h_b_ - h_a_) / root(h_a_), rel=1e-6, abs=1e-300)
     assert firsts(result) == ([("activation:l", "definition")] if want == "definition" else [])
+
+
+def test_rounding_before_it_hides_no_definition(tmp_path):
+    """A site that is beyond rounding is listed too, behind the one that differs by definition."""
+    h = rng("hidden").standard_normal(64)
+    rounded = lambda times: (h * (1 + times * rng("hidden", times).standard_normal(64) * 2**-24)).astype("f4")  # noqa: E731
+    a, b, h_a, h_b = (
+        trace(tmp_path / name, [site("a", x), site("b", y, inputs=("activation:a",))])
+        for name, x, y in (
+            ("a", rounded(1), h.astype("f4")), ("b", rounded(9), (2 * h).astype("f4")), ("ha", h, h), ("hb", h, 2 * h)
+        )
+    )  # fmt: skip
+    assert firsts(differ.diff(a, b, [h_a, h_b])) == [("activation:b", "definition"), ("activation:a", "beyond")]
+    assert firsts(differ.diff(a, b, [h_a])) == [("activation:a", "beyond")]
+
+
+def test_exact_zeros_are_no_errors_to_take_a_mean_of(tmp_path):
+    """Three errors may be five times three others; that 93 zeros have none does not change it."""
+    h = np.array([1.0, 1.0, 1.0])
+    ulp = np.array([2.0**-23, 2.0**-23, 2.0**-23])
+    for zeros in (0, 93):
+        a, b, h_a = (
+            trace(tmp_path / f"{name} {zeros}", [site("x", np.append(x, np.zeros(zeros)).astype(dtype))])
+            for name, x, dtype in (("a", h + ulp, "f4"), ("b", h + 5 * ulp, "f4"), ("h", h, "f8"))
+        )
+        assert cells(differ.diff(a, b, [h_a]), "x") == ["rounding"]
 
 
 @pytest.mark.parametrize("side", [1, 3])

@@ -323,6 +323,30 @@ def test_gradients_follow(tmp_path):
     assert found["parameter_grad:a.weight"] == ("parameter_grad:b/kernel", "bits", True)
 
 
+def test_the_gradient_of_a_tensor_at_several_places_is_in_parts(tmp_path):
+    """A cell of torch returns h, and one of flax (h, h): h's gradient is the sum of those at both places."""
+    h, c = drawn(2, 3), drawn(2, 3)
+    lone = [site("gru", h), site("gru", drawn(2, 3), "activation_grad")]
+    for other, ambiguous in ((h, 1), (c, 0)):
+        several = [site("gru[0]", h), site("gru[1]", other)]
+        several += [site(f"gru[{i}]", drawn(2, 3), "activation_grad") for i in range(2)]
+        for n, (a, b) in enumerate(((lone, several), (several, lone))):
+            found = matched(tmp_path / f"{ambiguous}{n}", a, b)
+            assert len(found.pairs) == 2 - ambiguous and len(found.ambiguous) == ambiguous
+            if ambiguous:
+                keys = {"activation_grad:gru", "activation_grad:gru[0]", "activation_grad:gru[1]"}
+                assert {*found.ambiguous[0].a, *found.ambiguous[0].b} == keys
+
+
+def test_places_of_other_structures_say_nothing(tmp_path):
+    """torch's LSTM cell returns (h, c), and flax's ((c, h), h)."""
+    h, c = drawn(2, 3), drawn(2, 3)
+    a = [site("lstm[0]", h), site("lstm[1]", c)]
+    b = [site("lstm[0][0]", c), site("lstm[0][1]", h), site("lstm[1]", h)]
+    assert not matched(tmp_path / "1", a, b).pairs
+    assert len(matched(tmp_path / "2", a, [site("lstm[0]", h), site("lstm[1]", c)]).pairs) == 2
+
+
 def test_gradients_alone_are_matched_by_names(tmp_path):
     a, b = [site("h.0", drawn(2), "activation_grad")], [site("h_0", drawn(2), "activation_grad")]
     assert pairs(matched(tmp_path, a, b)) == {"activation_grad:h.0": ("activation_grad:h_0", "table", False)}

@@ -101,6 +101,27 @@ def test_names_stay_text():
     assert json.loads(document.texts["data"])["rows"]["name"][made.first[0].row] == HOSTILE
 
 
+def test_recipes_that_are_long_fold_to_their_name_and_none_is_not_recorded():
+    made = results.result()
+    long = f"Float8CurrentScaling({', '.join(f'option_{i}=False' for i in range(30))})"
+    sides = tuple(dataclasses.replace(s, recipe=long if s.role == "A" else s.recipe) for s in made.sides)
+    text = page.render(dataclasses.replace(made, sides=sides))
+    cells = [row.split("<td")[4] for row in text.split('<h2 id="sides">')[1].split("<tr>")[2:6]]
+    assert f"<summary>Float8CurrentScaling</summary>{long}</details>" in cells[0]
+    assert ">mxfp8<" in cells[1] and all(">not recorded<" in cell for cell in cells[2:])
+
+
+def test_steps_above_the_whole_numbers_of_float64_are_text():
+    made = dataclasses.replace(results.result(1, 2, 4, fault=None), steps=(2**53, 2**53 + 1))
+    made = results.changed(made, 0, cells=())
+    rows = tuple(
+        dataclasses.replace(row, cells=tuple(dataclasses.replace(c, step=2**53 + c.step) for c in row.cells))
+        for row in made.rows
+    )
+    data = read(page.render(dataclasses.replace(made, rows=rows)))
+    assert data["steps"] == [2**53, str(2**53 + 1)]
+
+
 def test_the_policy_allows_the_pages_own_script_and_style_alone():
     document = Document(page.render(results.result()))
     policy = next(a["content"] for tag, a in document.tags if a.get("http-equiv") == "Content-Security-Policy")

@@ -149,6 +149,40 @@ def test_a_step_out_of_view_is_scrolled_to(open_):
     assert tab.run("(m => m.scrollLeft + m.clientWidth - m.scrollWidth)(document.getElementById('map'))") >= -2
 
 
+RECORD = """(() => {
+  const draw = CanvasRenderingContext2D.prototype.fillText;
+  window.drawn = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    if (y === 13 && this.canvas.closest("#map"))
+      window.drawn.push([text, this.textAlign, x, this.measureText(text).width, this.canvas.clientWidth]);
+    return draw.apply(this, arguments);
+  };
+})()"""
+
+
+@pytest.mark.parametrize("first", [0, 99_990, 2**62])
+@pytest.mark.parametrize("count, chosen", [(20, 3), (600, 20), (600, 597)])
+def test_labels_of_steps_do_not_overlap(open_, first, count, chosen):
+    made = results.result(1, count, 4, fault=(0, chosen))
+    rows = tuple(
+        dataclasses.replace(row, cells=tuple(dataclasses.replace(c, step=first + c.step) for c in row.cells))
+        for row in made.rows
+    )
+    firsts = tuple(dataclasses.replace(f, step=first + f.step) for f in made.first)
+    tab = open_(dataclasses.replace(made, rows=rows, first=firsts, steps=tuple(first + i for i in range(count))))
+    tab.run(RECORD)
+    tab.run("document.getElementById('map').dispatchEvent(new Event('scroll'))")
+    tab.settle()
+    (word, *_, beyond), *labels = tab.run("window.drawn")
+    assert word == "step" and str(first + chosen) in [label[0] for label in labels] and len(labels) >= 2
+    ends = [8 + 30]
+    for text, align, x, size, _ in labels:
+        assert align == "center" and first <= int(text) < first + count
+        assert x - size / 2 >= ends[-1] + 4
+        ends.append(x + size / 2)
+    assert ends[-1] <= beyond
+
+
 def test_only_findings(open_):
     made = results.result(3, 5, 12, fault=(1, 4))
     found = [row for row in made.rows if row.kind == "activation" and any(c.verdict == "definition" for c in row.cells)]
@@ -253,9 +287,21 @@ def test_the_next_finding(open_):
     tab = open_(results.result(3, 5, 40, fault=(1, 2)))
     tab.run("document.getElementById('next').click()")
     assert text(tab, "#detail .name") == "h.1.mlp.act"
-    for _ in range(2):
-        tab.run("document.getElementById('previous').click()")
-    assert text(tab, "#detail .name") == "h.1.mlp.c_fc"
+    assert not tab.run("document.getElementById('previous').disabled")
+    tab.run("document.getElementById('previous').click()")
+    assert text(tab, "#detail .name") == "h.1.mlp.c_fc" and tab.run("document.getElementById('previous').disabled")
+    tab.run("while (!document.getElementById('next').disabled) document.getElementById('next').click()")
+    assert "step 4" in text(tab, "#depth-title") and not tab.run("document.getElementById('previous').disabled")
+
+
+def test_what_a_gradient_is_computed_from_has_its_kind(open_):
+    made = results.result(3, 5, 40, fault=(1, 2))
+    at = next(i for i, row in enumerate(made.rows) if (row.kind, row.name) == ("activation_grad", "(model)"))
+    made = results.changed(made, at, inputs=(at - 1, at + 1, 0))
+    tab = open_(made)
+    tab.run("document.querySelectorAll('button[data-row]')[1].click()")
+    found = tab.run("[...document.querySelectorAll('#detail button')].map((b) => b.textContent)")
+    assert found == ["(model)", "gradient of ln_f", "parameter wte.weight"]
 
 
 def test_30_layers_and_100_steps_open_soon_and_scroll(open_):

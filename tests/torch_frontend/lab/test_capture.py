@@ -45,6 +45,14 @@ def test_a_step_has_the_tensors_that_plain_hooks_see(tmp_path):
     assert set(found) == {f"activation_grad:blocks.{i}" for i in ("0.up", "1.up", "1.up#1")}
 
 
+def test_patterns_that_match_nothing_are_named(tmp_path):
+    model, step = model_and_step()
+    with pytest.warns(CaptureWarning, match=r"step 0 records nothing, since no site matches 'encoder\.\*\*'"):
+        captured(tmp_path / "t", step, model, sites="encoder.**")
+    with pytest.raises(TypeError, match="capture: out must be a path, got NoneType"):
+        lab.capture(model, out=None)
+
+
 def test_order_names_and_inputs(tmp_path):
     model, step = model_and_step()
     captured(tmp_path / "t", step, model)

@@ -134,6 +134,26 @@ def test_what_a_step_keeps_is_set_back(tmp_path, how):
         t.step()
 
 
+def test_runs_that_show_nothing_are_refused(tmp_path):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def updates():
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with lab.capture(model, out=tmp_path / "t") as t:
+        with pytest.raises(RuntimeError, match="must update nothing has changed parameters: weight, bias"):
+            t.check(updates)
+        with pytest.raises(RuntimeError, match="ran no module of the model"):
+            t.check(lambda: torch.zeros(()))
+        updates()
+        t.step()
+    assert Trace.open(tmp_path / "t").meta.plain_bits is None
+
+
 def test_a_check_that_raises_sets_back_and_expanded_buffers_stay(tmp_path):
     model = nn.BatchNorm1d(4)
     model.register_buffer("ones", torch.ones(1).expand(4))

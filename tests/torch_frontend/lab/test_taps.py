@@ -146,8 +146,12 @@ def test_copies_of_a_model_are_not_recorded(tmp_path):
         t.step()
     assert [key for key in observed(tmp_path / "t") if "#" in key] == []
     file.seek(0)
-    for made in (average, torch.load(file, weights_only=False)):
-        made(torch.ones(1, 2)).sum().backward()
+    for i, made in enumerate((average, torch.load(file, weights_only=False))):
+        for _ in range(2):  # copies can be captured, and run afterwards
+            made(torch.ones(1, 2)).sum().backward()
+            if not (tmp_path / str(i)).exists():
+                keys = backward_and_step(made, torch.ones(1, 2, requires_grad=True), tmp_path / str(i))
+                assert sorted(k for k in keys if k.startswith("activation:")) == ["activation:(model)", "activation:0"]
 
 
 def test_ops_after_an_exception_that_the_caller_handles(tmp_path):

@@ -5,6 +5,7 @@ The frontend runs a model forward, returns its modules' outputs and inputs, and 
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
@@ -39,6 +40,14 @@ class Slot(NamedTuple):
     key: str
     mapped: int = 0
     array: str = ""
+
+
+@dataclasses.dataclass
+class Unwritable:
+    """Stands for a structure whose class cannot hold slots. `kind`: the class. `parts`: what it holds, with slots."""
+
+    kind: str
+    parts: list[Any]
 
 
 class ModuleCall(NamedTuple):

@@ -154,7 +154,7 @@ def _written(
     if "jax" in frameworks:
         imports[:1] = ["import jax", "import jax.numpy as jnp"]
     both = " and ".join(f"{c.path or 'the whole model'} of {s.name}" for s, c in zip((a, b), calls, strict=True))
-    title = f"{both} have different results of equal inputs."
+    title = f"Equal inputs, other results: {both}."
     text = _SCRIPT.format(
         title=_quotable(title), command=_quotable(command), modules=_modules(a, b),
         imports="\n".join(imports), parts="\n\n\n".join(parts),

@@ -77,11 +77,12 @@ def _page():
 
 def _show(result: Result, written: list[str]) -> None:
     """Prints the summary. Whoever closes the pipe early has enough of it; the status says what was found."""
+    if sys.stdout is None:  # whoever started the process has closed it
+        return
     try:
         print(summary.text(result))
         if written:
             print(f"\nwritten: {', '.join(written)}")
-        if sys.stdout is not None:  # it is None if whoever started the process has closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from diptych.lab.diff import inner_operations, layout, match, measure, verdict
+from diptych.lab.diff import inner_operations, layout, match, measure, names, verdict
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.measure import viewed
 from diptych.lab.diff.result import FORWARD, NO_FINDING, Ambiguous, Cell, DiffError, First, Result, Row, Side
@@ -96,7 +96,8 @@ def _without_steps(trace: Trace) -> str:
         return "no step is complete in all ranks"
     if trace.meta.ranks == 1:
         return "no step was recorded"
-    return f"no step was recorded by {'rank' if len(idle) == 1 else 'ranks'} {shown(idle)} of {trace.meta.ranks}"
+    ranks = f"{'rank' if len(idle) == 1 else 'ranks'} {names.few(list(map(str, idle)))}"
+    return f"no step was recorded by {ranks} of {trace.meta.ranks}, counted from 0"
 
 
 def _steps(a: Trace, b: Trace, wanted: Sequence[int | range] | None) -> list[int]:
@@ -313,7 +314,10 @@ def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> 
 
 
 def _first(rows: Sequence[Row]) -> tuple[First, ...]:
-    """Returns the findings of the first step that has one, without those that are computed from another one."""
+    """Returns the findings of the first step that has one, without those that are computed from another one.
+
+    Before a site that differs by definition, only another one that does counts: rounding explains no other definition.
+    """
     by_step: dict[int, dict[int, Cell]] = {}
     for i, row in enumerate(rows):
         for cell in row.cells:
@@ -322,9 +326,18 @@ def _first(rows: Sequence[Row]) -> tuple[First, ...]:
     if not by_step:
         return ()
     step = min(by_step)
-    findings, behind = by_step[step], set[int]()
+    findings = by_step[step]
+    by_definition = {i: cell for i, cell in findings.items() if cell.verdict == "definition"}
+    first = [First(i, step, "definition") for i in _not_behind(rows, by_definition)]
+    first += [First(i, step, findings[i].verdict) for i in _not_behind(rows, findings) if i not in by_definition]
+    return tuple(sorted(first, key=lambda f: (f.verdict != "definition", rows[f.row].kind not in FORWARD)))
+
+
+def _not_behind(rows: Sequence[Row], findings: Mapping[int, Cell]) -> list[int]:
+    """Returns the rows of findings that are computed from no other one."""
+    behind = set[int]()
     any_before, unknown_before = set[int](), set[int]()  # ranks
-    first = []
+    first: list[int] = []
     for i, row in enumerate(rows):
         # A parameter is as the step before left it.
         inputs = () if row.kind == "parameter" else row.inputs
@@ -341,5 +354,5 @@ def _first(rows: Sequence[Row]) -> tuple[First, ...]:
             if inputs is None and row.kind != "operand":  # an operand is the input of its operation alone
                 unknown_before.add(row.rank)
             if not late:
-                first.append(First(i, step, findings[i].verdict))
-    return tuple(sorted(first, key=lambda f: rows[f.row].kind not in FORWARD))
+                first.append(i)
+    return first

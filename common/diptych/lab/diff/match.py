@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import bisect
 import collections
-import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from diptych.lab.capture import MODEL
-from diptych.lab.diff import layout, names, operations
+from diptych.lab.diff import bits, layout, names, operations
 from diptych.lab.diff.layout import Axes
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.order import unique_alignment
@@ -119,6 +118,21 @@ class _Matcher:
         a, b = ([s for s in left.values() if (s.kind in _GRADS) == grads] for left in self._left)
         return a, b
 
+    def _parts_of_gradient(self, pair: Pair) -> tuple[list[Site], list[Site]] | None:
+        """Returns the gradients at the other places of a tensor that a module of A or B returns at several ones, where
+        that of the other side returns it once: the lone gradient is the sum of these. None if there is none."""
+        places = [names.split(s.name).place for s in (pair.a, pair.b)]
+        if pair.a.kind != "activation" or (places[0] == "") == (places[1] == ""):
+            return None
+        found: tuple[list[Site], list[Site]] = ([], [])
+        i = int(places[0] == "")
+        one = self._all[i][(pair.a, pair.b)[i].key]
+        for o in self._all[i].values() if one.record.hash is not None else ():
+            same = (o.site.kind, o.site.call, o.record.hash) == ("activation", one.site.call, one.record.hash)
+            if same and o is not one and names.split(o.site.name).path == names.split(one.site.name).path:
+                found[i].extend(filter(None, [self._left[i].get(_key("activation_grad", o.site))]))
+        return found if found[i] else None
+
     # --- taking pairs ---
 
     def _take(self, a: Site, b: Site, by: Matched, axes: Axes | None) -> None:
@@ -197,7 +211,9 @@ class _Matcher:
             for grad, kind in _GRADS.items():
                 a, b = (self._left[i].get(_key(grad, s)) for i, s in enumerate((pair.a, pair.b)))
                 if kind == pair.a.kind and a and b:
-                    if pair.axes in layout.ways(a, b):
+                    if parts := self._parts_of_gradient(pair):
+                        self._list([a, *parts[0]], [b, *parts[1]], _PARTS)
+                    elif pair.axes in layout.ways(a, b):
                         self._take(a, b, pair.by, pair.axes)
                     else:
                         self._other_shapes.append((a, b))
@@ -224,18 +240,34 @@ class _Matcher:
 
     def by_names(self, by: Matched, spelled: Callable[[Site], names.Name], grads: bool) -> None:
         """Equal names, first with their places; then a module's only tensor is the other one's first."""
-        self._take_named(_unique(*self._sides(grads), lambda s: (s.kind, spelled(s), s.call)), by)
+        nested = self._other_structures(spelled)
+        pairs = _unique(*self._sides(grads), lambda s: (s.kind, spelled(s), s.call))
+        self._take_named([(x, y) for x, y in pairs if spelled(x).path not in nested], by)
         firsts = [_firsts((o.site for o in self._all[i].values()), spelled) for i in range(2)]
         a, b = ([s for s in side if s.key in first] for side, first in zip(self._sides(grads), firsts, strict=True))
         pairs = _unique(a, b, lambda s: (s.kind, spelled(s).path, s.call))
         self._take_named([(x, y) for x, y in pairs if "" in (spelled(x).place, spelled(y).place)], by)
+
+    def _other_structures(self, spelled: Callable[[Site], names.Name]) -> set[str]:
+        """Returns the modules whose outputs are tensors in one trace and structures in the other at the same places,
+        such as (h, c) and ((c, h), h): their places do not show which ones are the same."""
+        places: tuple[dict[str, set[str]], ...] = (collections.defaultdict(set), collections.defaultdict(set))
+        for found, side in zip(places, self._all, strict=True):
+            for o in side.values():
+                if o.site.kind == "activation" and spelled(o.site).place:
+                    found[spelled(o.site).path].add(spelled(o.site).place)
+        a, b = places
+        return {
+            path for path in a.keys() & b.keys()
+            if any(x != y and (x.startswith(y) or y.startswith(x)) for x in a[path] for y in b[path])
+        }  # fmt: skip
 
     def by_bits(self) -> None:
         """Parameters with bits that no other one has. A constant, such as a bias of zeros, is no evidence."""
         groups: tuple[dict[Hashable, list[tuple[Site, Axes | None]]], ...] = ({}, {})
         for i, group in enumerate(groups):
             for site in self._left[i].values():
-                if site.kind == "parameter" and not _constant(self._all[i][site.key]):
+                if site.kind == "parameter" and not bits.constant(self._all[i][site.key]):
                     for token, axes in self._tokens(self._all[i][site.key], turned=i == 1):
                         group.setdefault(token, []).append((site, axes))
         found: dict[str, list[tuple[Site, Axes | None]]] = {}
@@ -351,9 +383,9 @@ class _Matcher:
         if o.record.hash is not None:
             found.append(((site.dtype, site.shape, o.hash_name, o.record.hash), None))
         if o.record.values == "whole":
-            found.append(((site.dtype, site.shape, _digest(o, None)), None))
+            found.append(((site.dtype, site.shape, bits.digest(o, None)), None))
             for axes in layout.turns_of_weights(len(site.shape)) if turned else ():
-                found.append(((site.dtype, layout.moved(site.shape, axes), _digest(o, axes)), axes))
+                found.append(((site.dtype, layout.moved(site.shape, axes), bits.digest(o, axes)), axes))
         return found
 
     def _is_flipped(self, a: Site, b: Site) -> bool:
@@ -365,7 +397,7 @@ class _Matcher:
         if keys not in self._flipped:
             found = [side.get(key) for side, key in zip(self._all, keys, strict=True)]
             weight, kernel = found if names.leaf(a) == "weight" else found[::-1]
-            self._flipped[keys] = weight is not None and kernel is not None and _are_flipped(weight, kernel)
+            self._flipped[keys] = weight is not None and kernel is not None and bits.are_flipped(weight, kernel)
         return self._flipped[keys]
 
     def _equal(self, a: Site, b: Site, axes: Axes | None) -> bool:
@@ -374,7 +406,7 @@ class _Matcher:
             return False
         if axes is None and x.record.hash is not None and (x.hash_name, x.record.hash) == (y.hash_name, y.record.hash):
             return True
-        return x.record.values == y.record.values == "whole" and _digest(x, None) == _digest(y, axes)
+        return x.record.values == y.record.values == "whole" and bits.digest(x, None) == bits.digest(y, axes)
 
 
 _SQUARE = "a square parameter does not show whether it is transposed; a map can say it"
@@ -384,6 +416,7 @@ _IMAGE = (
 _COUNTS = (
     "a module of one framework computes more operations of this kind and size than the same module of the other one"
 )
+_PARTS = "one module returns a tensor at several places with a gradient at each, the other one once, with their sum"
 _EITHER_ORDER = "the operands of a product can be in either order"
 _NO_FIT = "they compute the same by their kind and size, and their axes do not fit"
 _ORDERS = "their kinds and shapes can be put in order in several ways; a map can say which"
@@ -405,36 +438,9 @@ def _token(site: Site) -> Hashable:
     return site.kind, site.shape, names.common(site).path == MODEL
 
 
-def _constant(o: Observation) -> bool:
-    """Whether all elements are known to be one value, as those of biases and scales are before training."""
-    if o.record.values == "whole" and o.values is not None:
-        bits = o.values.tensor.bits
-        return bool(bits.size) and bool((bits == bits.flat[0]).all())
-    found = o.record.statistics
-    return found is not None and found.amax is not None and abs(found.mean or 0.0) == found.amax
-
-
-def _are_flipped(weight: Observation, kernel: Observation) -> bool:
-    shape = weight.site.shape
-    if shape[0] != shape[1] or not weight.record.values == kernel.record.values == "whole":
-        return False
-    space = tuple(range(2, len(shape)))
-    held = _digest(kernel, None)
-    return held == _digest(weight, (*space, 0, 1), flipped=len(space)) and held != _digest(weight, (*space, 1, 0))
-
-
 def _longer(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a shape without axes of 1."""
     return tuple(n for n in shape if n != 1)
-
-
-def _digest(o: Observation, axes: Axes | None, flipped: int = 0) -> bytes:
-    """Returns a hash of whole values with moved axes, of which so many first ones are reversed."""
-    values = o.values
-    assert values is not None
-    bits = values.tensor.bits if axes is None else np.transpose(values.tensor.bits, axes)
-    bits = np.flip(bits, tuple(range(flipped)))
-    return hashlib.blake2b(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 
 def _unique(

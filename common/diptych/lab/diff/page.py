@@ -23,7 +23,7 @@ SEVERITY: tuple[Verdict, ...] = ("same", "rounding", "unknown", "differs", "beyo
 WORDS: dict[Verdict, str] = {
     "same": "same bits",
     "rounding": "rounding",
-    "unknown": "not known",
+    "unknown": "unknown",
     "differs": "differs",
     "beyond": "beyond rounding",
     "definition": "differs by definition",
@@ -85,7 +85,7 @@ def payload(result: Result) -> dict[str, Any]:
     rows = result.rows
     return {
         "sides": {side.role: side.framework for side in result.sides},
-        "steps": result.steps,
+        "steps": [step if step <= 2**53 else str(step) for step in result.steps],  # the script's numbers are float64
         "severity": SEVERITY,
         "quiet": NO_FINDING,
         "forward": FORWARD,
@@ -208,7 +208,7 @@ def _summary(result: Result) -> dict[str, Any]:
         head = "No difference beyond rounding" if references else "No difference"
         tone = "good"
         if unknown:
-            tone, head = "none", f"{head} in what was judged; {len(unknown)} of {cells} cells are not known"
+            tone, head = "none", f"{head} in what was judged; {len(unknown)} of {cells} cells are unknown"
     elif not result.first:
         differing = sum(bool(cell.differing) for cell in unknown)
         apart = f"{differing} of {cells} cells differ, and no reference judges them"

@@ -57,9 +57,7 @@ def judge(found: Distances, dtype: str, referenced: bool, dtype_b: str | None = 
     if _same(ab):
         return Judgement("same", relative, noise, definition)
     if noise is not None:
-        green = noise <= max(GREEN, _FEW / math.sqrt(max(ab.compared, 1))) and not _a_is_far(
-            found, dtype, dtype_b or dtype
-        )
+        green = noise <= max(GREEN, _FEW / math.sqrt(_errors(found))) and not _a_is_far(found, dtype, dtype_b or dtype)
         return Judgement("rounding" if green else "beyond", relative, noise, definition)
     if ab.equal is False or ab.differing:
         return Judgement("unknown" if referenced else "differs", relative, noise, definition)
@@ -90,6 +88,13 @@ def _cancelled(found: Distances, dtype: str) -> bool:
     return hh.rms_difference <= _CANCELLED * finer * ha.rms_difference
 
 
+def _errors(found: Distances) -> int:
+    """Returns how many elements of A or B are not exact: their errors are what a mean is taken of. Zeros behind a ReLU
+    are exact, and those of the tokens that an expert does not get."""
+    known = [d.differing for d in (found.ha, found.hb) if d is not None and d.differing is not None]
+    return max(1, max(known, default=found.ab.compared))
+
+
 def _a_is_far(found: Distances, dtype: str, dtype_b: str) -> bool:
     """Whether A's error is so large beside B's, and beside a rounding, that A does not compute what its reference
     does: R would allow B any error. B's error counts as if B had A's precision."""
@@ -98,7 +103,7 @@ def _a_is_far(found: Distances, dtype: str, dtype_b: str) -> bool:
         return False
     u_a, u_b = DTYPES[dtype].half_ulp, DTYPES[dtype_b].half_ulp
     of_b = hb.rms_difference * (u_a / u_b if u_a and u_b else 1.0)
-    far = _FAR * max(1.0, _FEW / GREEN / math.sqrt(max(ha.compared, 1)))
+    far = _FAR * max(1.0, _FEW / GREEN / math.sqrt(_errors(found)))
     return ha.rms_difference > far * max(of_b, u_a * ha.rms_a)
 
 

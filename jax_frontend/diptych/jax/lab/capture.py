@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import pathlib
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -47,6 +48,11 @@ def capture(
     options = common.options(sites, every, values, budget, ops)
     if not callable(fn):
         raise ArgumentError(f"capture: fn must be a function, got {type(fn).__name__}")
+    if "cached_partial.<locals>" in getattr(getattr(fn, "__code__", None), "co_qualname", ""):  # of flax.nnx
+        raise UnsupportedError(
+            "capture: functions of nnx.cached_partial refuse modules with marks of their paths; capture the function "
+            "that it was made of, with the modules as arguments"
+        )
     for name, value in (("statistics", statistics), ("check", check)):
         if not isinstance(value, bool):
             raise ArgumentError(f"capture: {name} must be bool, got {type(value).__name__}")
@@ -93,10 +99,14 @@ class Capture:
             result, observed = program(call.arrays, self._writer)
             returned = call.returned(result)
         self._writer.note(device=_name(next(iter(observed.packed.devices()))))
-        self._writer.step(step, program.entries(observed, self._writer))
+        entries = program.entries(observed, self._writer)
+        if not entries:
+            message = f"capture: step {step} records nothing, since no site matches {self._options.sites!r}"
+            warnings.warn(message, common.CaptureWarning, stacklevel=2)
+        self._writer.step(step, entries)
         if plain is not None:
             self._check = False
-            self._writer.note(plain_bits=plain == plain_bits.bits(returned, args, kwargs))
+            self._writer.note(plain_bits=plain_bits.are_equal(plain, plain_bits.bits(returned, args, kwargs)))
         return returned
 
     def close(self) -> None:

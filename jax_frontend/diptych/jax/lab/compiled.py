@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +16,9 @@ from diptych.jax.graph.arguments import Results
 from diptych.jax.graph.flat import unspecified
 from diptych.jax.graph.interpret import Interpreter
 from diptych.jax.graph.placed import whole
-from diptych.jax.graph.sites import Body, Deps, Leaf, ordered, unfold
+from diptych.jax.graph.sites import Body
 from diptych.jax.lab import functions
+from diptych.jax.lab.sites import unfolded
 from diptych.jax.lab.statistics import decoded, observed
 from diptych.jax.lab.taps import is_site
 from diptych.lab import capture as common
@@ -50,14 +49,6 @@ class _Observed(NamedTuple):
     variant: _Variant
     packed: jax.Array
     values: list[jax.Array]
-
-
-class _Found(NamedTuple):
-    """An entry whose arrays begin at position `start`, with indices `at` of scans and shards."""
-
-    site: Site
-    start: int
-    at: tuple[int, ...]
 
 
 class Program:
@@ -137,51 +128,6 @@ class Program:
         if keep == "none":
             return [words]
         return [words, x if keep == "whole" or x.size <= SAMPLES else x.reshape(-1)[places(x.size, SAMPLES)]]
-
-
-def unfolded(
-    body: Body, flags: Callable[[int], np.ndarray] | None, numbers: list[tuple[Site, int]] | None = None
-) -> list[_Found]:
-    """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
-    emitted, ancestors, calls, open_ = [], [], common.Calls(), collections.defaultdict(list)
-
-    def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
-        site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, ())  # type: ignore[arg-type]
-        if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
-            if not (of := open_[leaf.tap, at, suffix]):
-                what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
-                message = f"capture: leaves out a gradient of {leaf.name}: {what}"
-                warnings.warn(message, common.CaptureWarning, stacklevel=2)
-                return deps
-            site = dataclasses.replace(site, call=of.pop())
-        else:
-            site = dataclasses.replace(site, operation=leaf.operation)
-            open_[leaf.tap, at, suffix].append(site.call)
-        emitted.append((_Found(site, start, at), leaf.number))
-        ancestors.append(deps)
-        return frozenset([len(emitted) - 1])
-
-    unfold(body, emit, flags)
-    found = []
-    for i, inputs in ordered(ancestors):
-        entry, number = emitted[i]
-        site = dataclasses.replace(entry.site, inputs=tuple(emitted[j][0].site.key for j in inputs))
-        found.append((entry._replace(site=site), number))
-    found = _parameter_gradients_last(found)
-    if numbers is not None:
-        numbers += [(f.site, number) for f, number in found]
-    return [f for f, _ in found]
-
-
-def _parameter_gradients_last(found: list[tuple[_Found, int]]) -> list[tuple[_Found, int]]:
-    """Moves gradients of parameters to the end, in the parameters' order, unless other sites are computed from them."""
-    ours = {f.site.key for f, _ in found if f.site.kind == "parameter_grad"}
-    rest = [x for x in found if x[0].site.key not in ours]
-    if any(ours & set(f.site.inputs or ()) for f, _ in found):
-        return found
-    order = {f.site.name: i for i, (f, _) in reversed(list(enumerate(rest))) if f.site.kind == "parameter"}
-    grads = [x for x in found if x[0].site.key in ours]
-    return rest + sorted(grads, key=lambda x: (x[0].site.call, order.get(x[0].site.name, len(rest))))
 
 
 def unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str, Any]]:

@@ -18,7 +18,8 @@ from diptych.jax.graph.interpret import Interpreter
 from diptych.jax.graph.sites import Body, Compound
 from diptych.jax.lab import functions
 from diptych.jax.lab.capture import capture
-from diptych.jax.lab.compiled import unfolded, unwrapped
+from diptych.jax.lab.compiled import unwrapped
+from diptych.jax.lab.sites import unfolded
 from diptych.jax.lab.structures import described
 from diptych.jax.lab.taps import Tracing, is_site
 from diptych.jax.primitives.quantize import dtype_of

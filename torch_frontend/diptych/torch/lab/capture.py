@@ -22,7 +22,7 @@ from diptych.lab.diff.names import few
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import compiled, functions, own_ops, plain_bits, statistics, taps
-from diptych.torch.lab.taps import Seen
+from diptych.torch.lab.sites import Seen, connect, match_recomputed, number_calls
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
 from diptych.torch.primitives import statistics as statistics_ops
@@ -74,6 +74,8 @@ class Capture:
             raise ArgumentError(f"capture: model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(statistics, bool):
             raise ArgumentError(f"capture: statistics must be bool, got {type(statistics).__name__}")
+        if not isinstance(out, (str, os.PathLike)):
+            raise ArgumentError(f"capture: out must be a path, got {type(out).__name__}")
         self._model, self._out = getattr(model, "_orig_mod", model), os.fspath(out)
         self.options, self._with_statistics = options, statistics
         self._writer: Writer | None = None
@@ -142,7 +144,10 @@ class Capture:
                         "thread, or in code that torch.compile had exported or packaged"
                     )
                 self._warn_of_gradients()
-                self._writer.step(self._steps, self._entries())
+                entries = self._entries()
+                if not entries:
+                    self._warn(f"step {self._steps} records nothing, since no site matches {self.options.sites!r}")
+                self._writer.step(self._steps, entries)
         finally:
             self._steps += 1
             self._begin()
@@ -153,7 +158,8 @@ class Capture:
         **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None. It is called
         twice. Modules' attributes, gradients and torch's random numbers are set back each time.
 
-        **Raises** RuntimeError outside of the `with` block, or if the present step has begun.
+        **Raises** RuntimeError outside of the `with` block, if the present step has begun, if `run` changes parameters'
+        values, and if it runs no module of the model.
 
         **Returns** whether the loss, all gradients of parameters and all buffers had the same bits; with
         torch.distributed, on all ranks.
@@ -170,6 +176,8 @@ class Capture:
             plain = plain_bits.bits(self._model, run, self._warn)
             with self._attached():
                 same = plain_bits.bits(self._model, run, self._warn) == plain
+                if not self._began:
+                    raise RuntimeError("capture: check() ran no module of the model")
         finally:
             self._quiet = False
             self._begin()
@@ -369,9 +377,9 @@ class Capture:
 
     def _start(self) -> None:
         """The step's first module or op runs: records the parameters that it uses."""
-        if self._began or self._quiet:
+        begins, self._began = not self._began, True
+        if not begins or self._quiet:
             return
-        self._began = True
         assert self._writer is not None
         self._budget = self._writer.budget()
         if (recipe := get_autocast_recipe()) is not None and self._writer.meta.recipe is None:
@@ -444,13 +452,13 @@ class Capture:
         last = [self._last[name] for name in self._parameters if name in self._last]
         self._warn_of_unused()
         statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
-        taps.match_recomputed(self._again, self._seen)
+        match_recomputed(self._again, self._seen)
         happens = statistics.moved_field(self._seen.values(), "happens")
         self._seen = {k: s for k, s in self._seen.items() if happens.get(id(s), True)}
-        taps.number_calls(self._seen.values())
+        number_calls(self._seen.values())
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
-            taps.connect(every, self._seen, self._names)
+            connect(every, self._seen, self._names)
         hashes = statistics.moved([s.hash for s in every])
         rows = statistics.moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
         of_payloads = statistics.moved_field(every, "errors")

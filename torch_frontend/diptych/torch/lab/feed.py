@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
 from diptych.lab import capture as rules
-from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, within
+from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, Unwritable, within
 from diptych.lab.traces import Site, Tensor
 from diptych.lab.traces.schema import Kind, Operation
-from diptych.torch.lab import functions, statistics, taps
+from diptych.torch.lab import functions, plain_bits, statistics, taps
 from diptych.torch.lab.capture import capture, plain
 from diptych.torch.lab.structures import mapped, parts
 
@@ -35,7 +35,7 @@ class Feeder:
 
     def capture(self, inputs: Inputs, folder: pathlib.Path) -> list[str]:
         with (
-            _repeatable(self._device),
+            self._repeatable(),
             capture(self._model, out=folder, values="full", budget=_BUDGET) as recording,
             _unseen(self._model) as unseen,
         ):
@@ -48,29 +48,33 @@ class Feeder:
         self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
     ) -> Forward:
         seen = _Pass(fed, frozenset(inside), ops)
-        with _repeatable(self._device), seen.attached(self._model):
+        with self._repeatable(), seen.attached(self._model):
             self._run(inputs)
         return Forward(seen.values, seen.calls, [r.site for r in seen.results if r.kind == "result"])
+
+    @contextlib.contextmanager
+    def _repeatable(self) -> Iterator[None]:
+        """All passes compute by the same code, from the same states and random numbers, and leave these as they are.
+
+        The fast path of torch's transformer layers calls no modules, and pads by nested tensors, which cannot be
+        recorded.
+        """
+        devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with (
+                torch.compiler.set_stance("force_eager"),
+                torch.random.fork_rng(devices),
+                plain_bits.set_back(self._model),
+            ):
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
     def _run(self, inputs: Inputs) -> None:
         put = lambda x: torch.from_numpy(x.copy()).to(self._device)  # noqa: E731
         self._model(*map(put, inputs.args), **{name: put(x) for name, x in inputs.kwargs.items()})
-
-
-@contextlib.contextmanager
-def _repeatable(device: torch.device) -> Iterator[None]:
-    """All passes compute by the same code, from the same random numbers, and leave those of the process as they are.
-
-    The fast path of torch's transformer layers calls no modules, and pads by nested tensors, which cannot be recorded.
-    """
-    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextlib.contextmanager
@@ -239,7 +243,11 @@ def _described(value: Any, slot: Callable[[torch.Tensor, str], Slot], place: str
             object.__setattr__(made, name, _described(getattr(value, name), slot, f'{place}["{name}"]'))
         return made
     children, spec, places, _ = found
-    return pytree.tree_unflatten([_described(x, slot, p) for x, p in zip(children, places, strict=True)], spec)
+    described = [_described(x, slot, p) for x, p in zip(children, places, strict=True)]
+    try:
+        return pytree.tree_unflatten(described, spec)
+    except Exception:  # of classes such as PackedSequence, whose constructors use the tensors that they get
+        return Unwritable(type(value).__name__, described)
 
 
 def _recorded(x: torch.Tensor) -> str | None:

@@ -50,11 +50,16 @@ def bits(model: nn.Module, run: Callable[[], Any], warn: Callable[[str], None]) 
 
 @contextlib.contextmanager
 def set_back(model: nn.Module) -> Iterator[None]:
-    """Sets back what is done to modules' and parameters' attributes, and the gradients; parameters' values stay."""
+    """Sets back what is done to modules' and parameters' attributes, and the gradients; parameters' values stay.
+
+    **Raises** RuntimeError if a parameter's values have changed.
+    """
     before: dict[int, tuple[Any, Any]] = {}
     for held in (*model.modules(), *model.parameters()):
         _note(_attributes(held), before)
     grads = [(p, p.grad) for p in model.parameters()]
+    known = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_inference()}
+    versions = {n: p._version for n, p in known.items()}
     steps = {device: step.item() for device, step in STATE.steps.items()}  # delayed scales keep copies of them
     drawn = list(tracing._last_drawn)  # random states that compiled code makes depend on the last one
     try:
@@ -68,6 +73,9 @@ def set_back(model: nn.Module) -> Iterator[None]:
                 _put_back(held, kept)
         for p, grad in grads:
             p.grad = grad
+    written = [name for name, p in known.items() if p._version != versions[name]]
+    if written:
+        raise RuntimeError(f"a run that must update nothing has changed parameters: {few(written)}")
 
 
 def _attributes(held: Any) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Heat {
     this.canvas = box.querySelector("canvas");
     this.space = box.querySelector(".space");
     this.c = this.canvas.getContext("2d");
+    this.longest = data.steps.reduce((long, step) => (String(step).length > long.length ? String(step) : long), "");
     this.firsts = new Set(data.first.map(([row, step]) => row * STEPS + step));
     box.addEventListener("scroll", () => this.later());
     box.addEventListener("pointermove", (e) => this.point(e));
@@ -233,8 +234,12 @@ class Heat {
     c.fillRect(0, HEAD - 2, width, 1);
     c.font = FONT;
     c.fillStyle = theme.soft;
-    c.fillText("step", gutter - 38, HEAD / 2);
-    const every = nice(34 / cell);
+    c.fillText("step", 8, HEAD / 2);
+    const room = c.measureText(this.longest).width + 10, every = nice(room / cell);
+    // A label is within the window: the last ones move to the left, so that they may meet the chosen one or each other.
+    const place = (s) => Math.min(gutter + (s + 0.5) * cell - left, width - room / 2);
+    const held = state.step < end ? place(state.step) : Infinity;
+    let free = -Infinity;
     c.textAlign = "center";
     for (let s = begin; s < end; s++) {
       const x = gutter + (s + 0.5) * cell - left, chosen = s === state.step;
@@ -242,10 +247,11 @@ class Heat {
         c.fillStyle = theme.accent;
         c.fillRect(x - cell / 2, HEAD - 5, cell - 1, 3);
       }
-      const near = Math.abs(s - state.step) * cell < 30 && !chosen;
+      const at = place(s), near = at < free || Math.abs(at - held) < room;
       if (x > gutter && (chosen || (s % every === 0 && !near))) {
         c.fillStyle = chosen ? theme.ink : theme.soft;
-        c.fillText(String(data.steps[s]), x, HEAD / 2);
+        c.fillText(String(data.steps[s]), at, HEAD / 2);
+        free = at + room;
       }
     }
     c.textAlign = "left";

@@ -91,6 +91,13 @@ const severalRanks = new Set(rows.rank).size > 1;
 const tensor = (row) =>
   rows.name[row] + (rows.call[row] ? `#${rows.call[row]}` : "") + (severalRanks ? ` (rank ${rows.rank[row]})` : "");
 
+// A site where its kind is not seen beside it: one name may be that of an activation and of its gradient.
+const kinded = (row) => {
+  const kind = rows.kind[row];
+  if (kind === "activation") return tensor(row);
+  return `${kind.endsWith("_grad") ? "gradient of" : kind} ${tensor(row)}`;
+};
+
 // A round number of steps between two labels, no less than `least`.
 function nice(least) {
   const ten = 10 ** Math.floor(Math.log10(Math.max(1, least)));

@@ -79,8 +79,8 @@ function along(by) {
   if (next !== undefined) select(next, state.step);
 }
 
-// The next finding in the order of steps and then of sites, of either direction.
-function seek(by) {
+// The next or previous finding in the order of steps and then of sites, of either direction, as [row, step] or null.
+function neighbour(by) {
   const order = (row, step) => step * ROWS + row, from = order(state.row, state.step);
   let best = -1;
   for (let row = 0; row < ROWS; row++) {
@@ -91,7 +91,12 @@ function seek(by) {
       if (best < 0 || (at - best) * by < 0) best = at;
     }
   }
-  if (best >= 0) select(best % ROWS, Math.floor(best / ROWS), true);
+  return best < 0 ? null : [best % ROWS, Math.floor(best / ROWS)];
+}
+
+function seek(by) {
+  const found = neighbour(by);
+  if (found) select(...found, true);
 }
 
 // --- legend ---
@@ -150,6 +155,7 @@ function judged(verdict) {
 
 function drawDetail() {
   const { row, step } = state, box = $("detail");
+  for (const [id, by] of [["previous", -1], ["next", 1]]) $(id).disabled = !neighbour(by);
   if (row < 0 || !STEPS) {
     box.replaceChildren(element("p", "No site is chosen.", "soft"));
     return;
@@ -171,12 +177,12 @@ function drawDetail() {
   const steps = [...Array(STEPS).keys()].filter((s) => finding(verdicts[row * STEPS + s]));
   add("Findings", steps.length ? `${steps.length} of ${STEPS} steps, first at step ${data.steps[steps[0]]}` : "none in any step");
   const inputs = rows.inputs[row];
-  if (inputs) add("Computed from", ...(inputs.length ? inputs.map((input) => link(input, step)) : ["no recorded site"]));
+  if (inputs) add("Computed from", ...(inputs.length ? inputs.map((input) => link(input, step, kinded(input))) : ["no recorded site"]));
   box.replaceChildren(element("code", tensor(row), "name"), facts);
 }
 
-function link(row, step) {
-  const button = element("button", tensor(row), "link");
+function link(row, step, text = tensor(row)) {
+  const button = element("button", text, "link");
   button.addEventListener("click", () => select(row, step, true));
   return button;
 }
@@ -316,7 +322,6 @@ function begin() {
   $("more").addEventListener("click", () => { table.page += 4 * PAGE; drawTable(); });
   $("previous").addEventListener("click", () => seek(-1));
   $("next").addEventListener("click", () => seek(1));
-  $("previous").disabled = $("next").disabled = !rowFinding.includes(1);
   for (const button of document.querySelectorAll("button[data-row]"))
     button.addEventListener("click", () => { select(+button.dataset.row, +button.dataset.step, true); $("map").focus(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
