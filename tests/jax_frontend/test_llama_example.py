@@ -174,7 +174,7 @@ def test_no_device_holds_more_than_its_part(tmp_path):
 
 
 def test_fsdp_gathers_weights_as_bytes():
-    """Of the blocks' weights a step gathers payloads and scales alone; their gradients are exchanged in two bytes."""
+    """A step gathers the blocks' weights as payloads and scales alone, and exchanges their gradients in bfloat16."""
     args = program.arguments(["--cpu", "4", "--fsdp", "--recipe", "mxfp8"])
     config, mesh = Config(vocab_size=320), program.mesh_of(args)
     graph, run = program.made(args, config, weights.drawn(config, 0), mesh)

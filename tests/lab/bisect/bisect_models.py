@@ -326,7 +326,8 @@ class Odd(nn.Module):
 
 
 class Skipping(nn.Module):
-    """One of its modules runs in all passes but one, by a count that no pass sets back."""
+    """A model that leaves out its last module in one forward pass. Its counter of passes is an iterator, which a
+    bisection does not set back between passes, as it does with buffers and numbers."""
 
     def __init__(self, skipped=None):
         super().__init__()
@@ -351,7 +352,7 @@ def masked(norm_first=False):
 
 
 class Queue(nn.Module):
-    """Its forward pass changes what the next one computes."""
+    """A model whose forward pass writes to a buffer that the next forward pass adds to its output."""
 
     def __init__(self):
         super().__init__()

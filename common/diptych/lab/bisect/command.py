@@ -20,7 +20,7 @@ import numpy as np
 
 from diptych.common.files import replacing
 from diptych.lab import files
-from diptych.lab.bisect.forward import BisectError, Inputs, ModuleCall
+from diptych.lab.bisect.forward import CODE_FAILS, BisectError, Inputs, ModuleCall
 from diptych.lab.bisect.narrow import Narrowed, narrow
 from diptych.lab.bisect.script import LARGEST_TEXT, Script, archive, compressed, script, whole
 from diptych.lab.bisect.search import PLAIN, Found, Outcome, Side, Site, search
@@ -96,8 +96,8 @@ def _beside(args: argparse.Namespace) -> pathlib.Path:
     out: pathlib.Path = args.out
     files.require_writable("--out", out, [])
     beside = out.with_name(f"{out.stem}_data.npz")
+    files.require_writable("--out", beside, [])
     for path in (out, beside):
-        files.require_writable("--out", path, [])
         for option, given in (("--inputs", args.inputs), ("--map", args.map)):
             if given is not None and files.real(path) == files.real(given):
                 raise BisectError(f"--out {out}: would replace {option} {given}")
@@ -175,7 +175,7 @@ def factory(option: str, spec: str) -> Callable[[], Any]:
         raise BisectError(f"{option}: a factory is written as package.module:name")
     try:
         found: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as e:  # whatever the module does when it is imported
+    except CODE_FAILS as e:  # whatever the module does when it is imported
         raise BisectError(f"{option}: {module} cannot be imported: {type(e).__name__}: {e}") from e
     for part in names.split("."):
         try:
@@ -190,7 +190,7 @@ def factory(option: str, spec: str) -> Callable[[], Any]:
 def _called(option: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (Exception, SystemExit) as e:
+    except CODE_FAILS as e:
         raise BisectError(f"{option}: raised {type(e).__name__}: {e}") from e
 
 

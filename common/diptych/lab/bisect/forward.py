@@ -20,6 +20,10 @@ How = Literal["torch", "linen", "object", "model"]
 modules by their paths; and the whole model."""
 
 
+CODE_FAILS = (Exception, SystemExit)
+"""What a person's code may raise. A SystemExit must not end the command, whose status says what a bisection found."""
+
+
 class BisectError(DiffError):
     """A bisection that cannot be made; the message says why."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
+from diptych.lab.bisect.forward import CODE_FAILS, Forward, Inputs, ModuleCall, Slot, Unwritable
 from diptych.lab.bisect.search import Found, Side, Site, array, paired_inputs, paired_values, slots, without_arrays
 from diptych.lab.diff import names
 from diptych.lab.traces import Tensor
@@ -87,7 +87,7 @@ def _tried(made: Script) -> float:
         with _kept(sys.path), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(made.text, "<diptych bisect>", "exec"), space)
             return float(space["compare"](made.data))
-    except (Exception, SystemExit) as e:  # of the models' code
+    except CODE_FAILS as e:  # of the models' code
         raise _UnwritableError(str(e)) from e
 
 
@@ -395,4 +395,5 @@ def _expression(value: Any, write: Callable[[Slot], str]) -> str:
         return "{" + ", ".join(f"{k!r}: {_expression(x, write)}" for k, x in value.items()) + "}"
     if re.fullmatch(r"torch\.[a-z0-9_]+", repr(value)):  # a dtype
         return repr(value)
-    raise _UnwritableError(f"a {type(value).__name__} cannot be written as text")
+    kind = value.kind if isinstance(value, Unwritable) else type(value).__name__
+    raise _UnwritableError(f"a {kind} cannot be written as text")

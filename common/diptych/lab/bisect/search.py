@@ -18,7 +18,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from diptych.lab.bisect.forward import BisectError, Feeder, Forward, Inputs, ModuleCall, Slot
+from diptych.lab.bisect.forward import CODE_FAILS, BisectError, Feeder, Forward, Inputs, ModuleCall, Slot
 from diptych.lab.diff import match, names
 from diptych.lab.diff.layout import Axes
 from diptych.lab.diff.mapping import Rules
@@ -73,7 +73,7 @@ class Side:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as e:
+        except CODE_FAILS as e:
             raise BisectError(
                 f"{self.name} ({self.factory}) cannot be run in {self.framework} on the inputs: {type(e).__name__}: {e}"
             ) from e

@@ -1,4 +1,4 @@
-"""What the bits of a recorded tensor show: constants, and how two tensors with the same elements are held."""
+"""Evidence in recorded bits: whether a tensor is constant, and whether two have equal elements on other axes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def constant(o: Observation) -> bool:
 
 
 def are_flipped(weight: Observation, kernel: Observation) -> bool:
+    """Whether a square kernel of flax has the elements of torch's weight of a transposed convolution, on reversed
+    spatial axes, and not those of an ordinary convolution's weight."""
     shape = weight.site.shape
     if shape[0] != shape[1] or not weight.record.values == kernel.record.values == "whole":
         return False
