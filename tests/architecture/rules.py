@@ -207,6 +207,17 @@ def kernels_named_once(root: Path) -> list[str]:
     return broken
 
 
+def remembered_nowhere(root: Path) -> list[str]:
+    """Returns places where torch's modules or states remember the last call. What a later call needs is recorded by the
+    tape, the graph or an argument; memory may refuse a call, but never decides about one."""
+    broken = []
+    for room in ("modules", "state", "layers"):
+        for path in sorted((root / PACKAGES["torch"] / room).glob("*.py")):
+            found = re.findall(r"(?m)^[ \t]+_last_\w+(?=\s*[:=])|\w\._last_\w+", path.read_text())
+            broken += [f"{room}/{path.name} remembers {name.strip()}" for name in found]
+    return broken
+
+
 def panel_files(root: Path, panel: str) -> set[str]:
     folder = root / PACKAGES[panel]
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*.py")}
@@ -325,6 +336,7 @@ ALL = (
     file_sizes,
     format_names,
     kernels_named_once,
+    remembered_nowhere,
     mirrored,
     tests_mirrored,
     room_arrows,

@@ -29,6 +29,7 @@ VIOLATIONS = [
     (rules.file_sizes, "tests/x.py", "a = 1\n" * (rules.MAX_LINES + 1)),
     (rules.format_names, "torch_frontend/diptych/torch/x.py", 'if fmt.name == "mxfp8_e4m3": ...\n'),
     (rules.kernels_named_once, "core_cuda/src/x.cpp", "void f() { cpu::gemm(a, e); }\n"),
+    (rules.remembered_nowhere, "torch_frontend/diptych/torch/modules/x.py", "def f(m, r):\n    m._last_region = r\n"),
     (rules.mirrored, "torch_frontend/diptych/torch/x.py", ""),
     (rules.mirrored, "jax_frontend/diptych/jax/state/autocast.py", ""),
     (rules.tests_mirrored, "tests/torch_frontend/test_x.py", ""),

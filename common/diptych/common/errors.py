@@ -29,6 +29,10 @@ class EmulationWarning(UserWarning):
     """A quantized product ran on decoded operands because the hardware has no units for it."""
 
 
+class HighPrecisionWarning(UserWarning):
+    """A module that could quantize trains in high precision, and nothing has asked it for either."""
+
+
 class RecipeSwitchWarning(UserWarning):
     """A module changed to a recipe that cannot use the module's states, such as delayed scales; they were reset."""
 

@@ -110,6 +110,26 @@ def test_weight_caching(name):
     assert calls("quantize") == plain - 4
 
 
+@pytest.mark.parametrize("flag", ("is_first_microbatch", "skip_weight_update"))
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_a_weight_kept_in_inference_mode_serves_training(name, flag):
+    """As one that is kept without grad mode, which inference tensors would not: autograd cannot save them."""
+    recipe, found = NAMED[name], []
+    for off in (torch.inference_mode, torch.no_grad):
+        layer, x = layers.layer(), layers.x_for(recipe, 16).requires_grad_()
+        layer.seed_rng(layers.SEED)
+        given = [i == 0 if flag == "is_first_microbatch" else torch.tensor([float(i)]) for i in range(2)]
+        with off(), dt.autocast(recipe=recipe):
+            layer(x, **{flag: given[0]})
+            with torch.inference_mode(False), torch.no_grad():
+                layer.weight.mul_(3)
+        with dt.autocast(recipe=recipe):
+            y = layer(x, **{flag: given[1]})
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, layer.weight.grad])
+    _all_same(*found)
+
+
 def test_weight_caching_in_bad_order():
     layer, x = layers.layer(), normal("x", (4, 96))
     with dt.autocast(recipe=MX):

@@ -308,3 +308,35 @@ def plain(rank: int, groups: Any, case: Fused) -> bool:
 def test_outside_of_regions(kind, sequence, dtypes, pool, tmp_path):
     case = case_of(kind, "current", sequence, dtypes=dtypes, quantized=False)
     assert pool.run(f"{__name__}:plain", case, into=tmp_path / "made") == [True, True]
+
+
+# --- prepared weights ---
+
+
+def prepared(rank: int, groups: Any, case: Fused) -> None:
+    """A layer that is whole enters each region first: its joint update leaves out layers whose amaxes are reduced."""
+    found = []
+    for prepare in (False, True):
+        torch.manual_seed(0)
+        module, whole = case.cut(groups["data"]), dt.Linear(32, 32)
+        model = torch.nn.ModuleList([whole, module])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if prepare:
+            dt.prepare_weights(model, optimizer, max_bytes=1 << 20)
+        made = []
+        for i in range(case.steps):
+
+            def both(x: torch.Tensor, whole: Any = whole, module: Any = module) -> torch.Tensor:
+                whole(torch.ones(16, 32)).sum().backward()
+                return module(x)
+
+            made.append(case.run(module, i, rank, both))
+            optimizer.step()
+        made.append({k: v.clone() for k, v in model.state_dict().items() if "scale_states" in k})
+        found.append(made)
+    all_same(found[1], found[0], f"{case} prepared")
+
+
+@pytest.mark.filterwarnings("ignore:prepare_weights")
+def test_joint_updates_leave_out_cut_layers(pool, tmp_path):
+    pool.run(f"{__name__}:prepared", case_of("row", "delayed", False), into=tmp_path / "made")

@@ -134,7 +134,8 @@ def test_threads_have_their_own_regions():
 
 
 def test_compiled_code_follows_the_region_around_it(fresh_dynamo):
-    """A graph per recipe and one outside of regions; an equal recipe that is built anew compiles nothing."""
+    """A graph per recipe, one for regions that are disabled and one outside of regions; an equal recipe that is built
+    anew compiles nothing."""
     layer = dt.Linear(64, 32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = normal("x", (4, 64))
@@ -150,8 +151,8 @@ def test_compiled_code_follows_the_region_around_it(fresh_dynamo):
     check(3, enabled=False)
     same(compiled(x), layer(x))
     for recipe in (Float8BlockScaling(), MXFP8BlockScaling()):
-        check(3, recipe=recipe)
-    check(4)
+        check(4, recipe=recipe)
+    check(5)
 
 
 def test_compiled_code_follows_its_thread(fresh_dynamo):

@@ -55,7 +55,7 @@ from diptych.torch.state.autocast import (
     is_autocast_enabled,
     recognize_pipelines,
 )
-from diptych.torch.state.checkpoint import checkpoint, checkpoint_contexts
+from diptych.torch.state.checkpoint import adopt, checkpoint, checkpoint_contexts
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -130,5 +130,6 @@ __all__ = [
     "to_tensor_proto",
 ]
 
+adopt()
 recognize_pipelines()
 keep_earlier_names()

@@ -328,7 +328,7 @@ def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
             "forward did; use diptych.torch.checkpoint"
         )
     taken = _rng_take(rng, count)
-    tape_call(None, "compiled", None, taken)
+    tape_call(None, "compiled", None, None, taken)
     return taken
 
 

@@ -3,15 +3,16 @@
 It decides which recipe applies to a call, keeps the states of delayed scaling and of the random generator as buffers,
 made by `prepare`, by `load_state_dict` or on first use, and updates scales once in each `autocast` region. Invariants:
 
-- A recomputation under activation checkpointing runs by the recipe of its forward, updates nothing and records nothing;
-  with a recipe that has state it needs `diptych.torch.checkpoint`.
-- Outside of regions a module runs in high precision; its state dict has no states until a recipe needs them.
+- A recomputation under activation checkpointing runs in the region of its forward, which the checkpoint has recorded;
+  it updates nothing and records nothing. Where nobody recorded a region, a module that may have had one refuses.
+- Outside of regions a module runs by its own recipe, or in high precision if it has none; its state dict has no states
+  until a recipe needs them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +39,21 @@ from diptych.torch.modules.tracing import begin_again, make_states
 from diptych.torch.modules.weight_cache import WeightCache
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
-from diptych.torch.state.autocast import STATE, make_step_counter, recognize_pipelines, recording
+from diptych.torch.state.autocast import (
+    STATE,
+    autocast,
+    make_step_counter,
+    recognize_pipelines,
+    recording,
+    unrecorded,
+    warn_without_regions,
+)
 from diptych.torch.state.checkpoint import aside, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast
 from diptych.torch.state.update import update_once
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
+
+_NO_REGION = contextlib.nullcontext()
 
 
 class QuantizedModule(TensorParallelModule, StatefulModule):
@@ -56,8 +67,9 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     touch `weight.grad`, inside of regions and outside; see `weight_gradients` for the attributes of weights that it
     reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
 
-    Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
-    names of the layers that `forward` runs, whose states `prepare` makes.
+    Attributes: `recipe`: used instead of the region's, and outside of regions, where each call is a step of its own to
+    delayed scaling; a region with `enabled=False` runs the module in high precision all the same. None takes the
+    region's. `layers`: names of the layers that `forward` runs, whose states `prepare` makes.
     """
 
     # Class attributes, so that a converted nn.Linear, or a module pickled before they existed, has the defaults too.
@@ -67,8 +79,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     save_original_weight = False
 
     has_rng_state = True
-    _last_region: Recipe | None = None
-    _last_groups: Any = None
+    _ran: frozenset[bool] = frozenset()  # whether it has run quantized, and in high precision, where it may be trained
     _caches: dict[str, WeightCache] | None = None
     _weight_gradients: WeightGradients | None = None
     _prepared: Any = None  # PreparedLayers, while prepare_weights serves the module
@@ -87,17 +98,19 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """Returns the name in the roles of a layer."""
         return f"{self.name}.{layer}" if self.name and layer else self.name or layer
 
-    def _recomputed(self, region: Recipe | None) -> Recipe | None:
-        """Returns the recipe to run by: that of the last forward if a checkpoint recomputes it outside of any
-        region."""
-        if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            if region is not self._last_region:
-                self._last_region = region
-            if STATE.amax_groups is not self._last_groups:
-                self._last_groups = STATE.amax_groups
-        elif region is None:
-            return self._last_region
-        return region
+    def _require_recorded(self, quantized: bool, unknown: bool) -> None:
+        """Called before each call. **Raises** NotImplementedError if nothing says which region the call belongs to,
+        and the module has run otherwise than the call would: memory may refuse, but never decides."""
+        if not unknown:
+            if quantized not in self._ran and (self.training or torch.is_grad_enabled()):
+                self.__dict__["_ran"] = self._ran | {quantized}
+        elif (not quantized) in self._ran:
+            raise UnsupportedError(
+                f"{type(self).__name__} runs inside of a backward pass, and no autocast region was recorded for it or "
+                "entered there: whether it belongs into the region of an earlier call is not known. Enter dt.autocast "
+                "inside of the function that runs again (enabled=False for high precision), checkpoint it by "
+                "torch.utils.checkpoint or diptych.torch.checkpoint, or use both of diptych.torch.checkpoint_contexts()"
+            )
 
     def quantized_linear(
         self,
@@ -113,7 +126,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         quantize_output: bool = False,
         quantize_grad_input: bool = False,
     ) -> Tensor:
-        """x @ weight.T + bias by the region's recipe, with this module's states; in high precision outside of regions.
+        """x @ weight.T + bias by the module's own recipe or the region's, with this module's states; in high precision
+        where neither is.
 
         **Arguments:** `x`, `weight`, `bias`: as for `linear`. `layer`: its name in this module. `is_first_microbatch`:
         True quantizes the weight and keeps the copies, False uses those kept, None quantizes and keeps nothing.
@@ -170,15 +184,19 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""
         recipe = STATE.recipe
+        if recipe is not None or not STATE.inside:
+            recipe = recipe if self.recipe is None else self.recipe
         if not torch.compiler.is_compiling():
-            recipe = self._recomputed(recipe)
-        return recipe if recipe is None or self.recipe is None else self.recipe
+            self._require_recorded(recipe is not None, unrecorded())
+            if recipe is None and not STATE.inside and self.training and torch.is_grad_enabled():
+                warn_without_regions(type(self).__name__)
+        return recipe
 
     def _eager_only(self, *weights: Tensor) -> EagerOnly | None:
         """Called while tracing. Returns the reason that keeps a call with these weights out of the graph, or None."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
-        recipe = self._active_recipe()
+        recipe, inside = self._active_recipe(), STATE.inside  # noqa: F841 - read below
         comptime(_before_tracing)
         if recipe is None and STATE.calibrating is not None:
             return CALIBRATING
@@ -214,15 +232,17 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         s = schedule(recipe, self.module_kind, name, False, False)
         states, rng, scales, updated = None, None, None, None
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
-            if compiling:
-                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device, record)
-            else:
-                states, rng, scales, record = self._states_for(s.plan, layer, recipe, x.device, record)
+            given = (s.plan, layer, recipe, x.device, record)
+            # Outside of regions a recipe is the module's own, and delayed scaling takes each call as a step.
+            with autocast(recipe=recipe) if record and s.plan.states and not STATE.inside else _NO_REGION:
+                if compiling:
+                    states, rng, updated = self._compiled_states(*given)
+                else:
+                    states, rng, scales, record = self._states_for(*given)
         group = None
         cut = self._cut(layer) if self.tp_size > 1 else None
         if recipe.amax_group or cut is not None:
-            backward = not compiling and torch._C._current_graph_task_id() != -1  # maybe in a thread of its own
-            group = self._amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
+            group = self._amax_group(recipe, STATE.amax_groups)
         gradients = self._weight_gradients
         options = Options(
             self.module_kind, name, save_original_input, record, group, states, scales, None,
@@ -237,7 +257,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         elif not compiling and self._prepared is not None and group is None:
             grad = torch.is_grad_enabled()
             calls = schedule(recipe, self.module_kind, name, True, False).w if grad else s.w
-            made = self._prepared.get(layer, weight, calls, s.w)
+            made = self._prepared.get(self, layer, weight, calls, s.w)
             options = options if made is None else options._replace(weight_copies=made)
         return options, rng
 
@@ -249,14 +269,12 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
         call; `record`: whether the call records; a recomputation does what its forward did instead."""
         if not (plan.states or plan.needs_rng):
-            if torch._C._current_graph_task_id() == -1:
+            if record and torch._C._current_graph_task_id() == -1:
                 aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
             return None, None, None, record
         taped = taped_call(self, layer)
         if taped is not None:
-            states = self._layer_states(layer)
-            used = None if states is None else states.current()
-            return used, taped.rng, taped.scales, taped.record
+            return taped.states, taped.rng, taped.scales, taped.record
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
@@ -270,14 +288,14 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
     ) -> tuple[ScaleStates | StepScales | None, Tensor | None]:
         """Returns (states, snapshot of the random generator) of a call, and writes the call onto the running tapes."""
-        states = self._bound_states(plan, layer, recipe, device)
+        states = self._bound_states(plan, layer, recipe, device, record=record)
         used: Any = states
         if states is not None:
             used = self._enter_region(states, recipe, device) if record else states.current()
         rng = None
         if plan.needs_rng:
             rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
-        tape_call(self, layer, states, rng, record)
+        tape_call(self, layer, states, used, rng, record)
         return used, rng
 
     def _enter_region(self, states: ScaleStates, recipe: Recipe, device: torch.device) -> StepScales | ScaleStates:
@@ -330,16 +348,16 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         if states is not None and record:
             group = self._amax_group(recipe, STATE.amax_groups, delayed=True)
             scales = update_once(states, plan.states, STATE.steps[str(device)], group)
-        if states is not None and scales is None and torch.is_grad_enabled():
+        if states is not None and scales is None:
             # Backward, too, uses the scales as they are now.
-            scales = torch.cat([states.tensors(slot.name)[0] for slot in plan.states])
+            scales = torch.cat(states.scales_for(plan))
         return states, None if rng is None else rng_take(rng, OFFSETS if record else 0), scales
 
-    def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
+    def _prepare(self, recipe: Recipe, layer: str, device: torch.device, record: bool) -> None:
         """Makes the states and buffers that a graph of this layer reads and writes."""
-        states, rng = self._make(recipe, layer, device, in_forward=True)
-        made: list[Tensor] = [] if rng is None else [rng]
-        if states is not None:
+        _, rng = self._make(recipe, layer, device, in_forward=True, record=record)
+        made, states = [] if rng is None else [rng], self._layer_states(layer)
+        if states is not None and states.slots():
             states.prepare_for_graphs()
             made += [make_step_counter(device), *states.buffers()]
         for t in made:
@@ -423,23 +441,29 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         self._caches.setdefault(layer, WeightCache())
 
 
-_traced_in_regions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+class _Outside:
+    """The guard of a graph that was traced outside of regions. It may not run where nothing says which region the call
+    belongs to and the module has run otherwise: `_before_tracing` then refuses."""
+
+    def __init__(self, quantized: bool) -> None:
+        self.quantized = quantized
+
+    def __call__(self, module: Any) -> bool:
+        return not unrecorded() or (not self.quantized) not in getattr(module, "_ran", ())
 
 
 def _before_tracing(context: Any) -> None:
-    """Runs first where Dynamo traces a module's call. **Raises** NotImplementedError for a recomputation that lost its
-    region, which would differentiate in high precision."""
+    """Runs first where Dynamo traces a module's call. **Raises** what `_require_recorded` raises."""
     prepare()
-    module = traced_local(context, "self")
+    module, quantized = traced_local(context, "self"), traced_local(context, "recipe") is not None
     if module._prepared is not None:
         module._prepared.warn_of_graphs()
-    if traced_local(context, "recipe") is not None:
-        _traced_in_regions.add(module)
-    elif torch._C._current_graph_task_id() != -1 and module in _traced_in_regions:
-        raise UnsupportedError(
-            f"{type(module).__name__} is traced inside of a backward pass and outside of the autocast region of its "
-            "forward: a checkpoint recomputes it; use diptych.torch.checkpoint, or run backward inside of the region"
-        )
+    inside = traced_local(context, "inside")
+    module._require_recorded(quantized, not inside and unrecorded())
+    if not inside:
+        before_each_call(context, "self", _Outside(quantized))
+        if not quantized and module.training and torch.is_grad_enabled():
+            warn_without_regions(type(module).__name__)
 
 
 def _cache_made_while_tracing(context: Any) -> None:

@@ -1,45 +1,69 @@
 """`prepare_weights`: an option that quantizes all weights of a model right after the optimizer's step, in few launches,
 and updates delayed scales of all layers in one.
 
-Invariant: a forward uses a prepared copy only if it would make the same bits itself: the weight is the same tensor in
+Invariants: a forward uses a prepared copy only if it would make the same bits itself: the weight is the same tensor in
 the same memory, its version counter has not moved since, and the layer runs by the quantizers that made the copy.
-Otherwise it makes its own. Prepared copies are no state: a copied, pickled or saved model has none.
+Otherwise it makes its own. Evaluations always make their own, since they often follow writes that no counter shows.
+Prepared copies are no state: a copied, pickled or saved model has none.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from diptych.common.errors import ArgumentError
+from diptych.common.layers.plan import LinearPlan
 from diptych.common.layers.schedule import Call
 from diptych.common.ops import shapes
 from diptych.common.ops.grouped import stack_buffers
-from diptych.torch.layers.options import Options
+from diptych.common.recipes import Recipe
+from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.quantize import quantize_weight
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.state.autocast import STATE, recording
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.state.update import update_jointly
 from diptych.torch.tensors.copies import Copies
 
 
 class PreparedLayer:
-    """One layer's weight, the quantize calls of its last forward, and copies made since."""
+    """One layer's weight, by the name of the module's parameter, the quantize calls of its last forward, and copies
+    made since."""
 
-    def __init__(self, weight: Tensor, calls: tuple[Call, ...], alone: tuple[Call, ...]) -> None:
-        self.weight = weakref.ref(weight)
+    def __init__(self, name: str, calls: tuple[Call, ...], alone: tuple[Call, ...]) -> None:
+        self.name = name
         self.calls, self.alone = calls, alone  # with the copy that backward reads, and without
         self.copies: Copies | None = None
-        self.made_from = (0, 0)
+        self.training = True  # whether the module was in training mode when the copies were made
+        self.made_from: tuple[Any, ...] = ()
 
-    def hold(self, weight: Tensor, copies: Copies) -> None:
-        self.copies, self.made_from = copies, (weight._version, weight.data_ptr())
+    def hold(self, module: nn.Module, weight: Tensor, copies: Copies) -> None:
+        self.copies, self.training, self.made_from = copies, module.training, _content(weight)
+
+    def drop(self) -> None:
+        self.copies, self.made_from = None, ()
+
+
+def _content(weight: Tensor) -> tuple[Any, ...]:
+    """Returns a value that changes when torch writes into a weight or puts it into other memory.
+
+    Holds no reference to the tensor, a weak one neither: `torch.utils.swap_tensors` refuses tensors that have one. The
+    weak reference to the storage keeps its address from being used again, which an address alone would not.
+    """
+    return id(weight), weight._version, weight.data_ptr(), StorageWeakRef(weight.untyped_storage())
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether a parameter can be prepared: sharded and quantized ones are subclasses of Parameter."""
+    return type(weight) is nn.Parameter and not weight.is_inference()
 
 
 class PreparedLayers:
@@ -52,15 +76,20 @@ class PreparedLayers:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or pickled module has none
 
-    def get(self, layer: str, weight: Tensor, calls: tuple[Call, ...], alone: tuple[Call, ...]) -> Copies | None:
-        """The copies that a forward may use in place of those that `calls` make, or None. In grad mode it remembers the
-        calls for the next step."""
+    def get(
+        self, module: nn.Module, layer: str, weight: Tensor, calls: tuple[Call, ...], alone: tuple[Call, ...]
+    ) -> Copies | None:
+        """The copies that a forward of `module` may use in place of those that `calls` make, or None. In grad mode it
+        remembers the calls for the next step."""
         one = self.by_layer.get(layer)
-        if one is None or one.weight() is not weight or calls not in (one.calls, one.alone):
-            if torch.is_grad_enabled() and type(weight) is nn.Parameter and not weight.is_inference():
-                self.by_layer[layer] = PreparedLayer(weight, calls, alone)
+        if one is None or module._parameters.get(one.name) is not weight or calls not in (one.calls, one.alone):
+            names = [name for name, p in module._parameters.items() if p is weight]
+            if torch.is_grad_enabled() and names and _is_plain(weight):
+                self.by_layer[layer] = PreparedLayer(names[0], calls, alone)
             return None
-        if one.copies is None or one.made_from != (weight._version, weight.data_ptr()):
+        if one.copies is None or one.training != module.training or not recording():
+            return None
+        if one.made_from != _content(weight):
             return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # a replay would read memory that the next step frees
@@ -78,7 +107,8 @@ class PreparedLayers:
 
 
 class PreparedWeights:
-    """What `prepare_weights` returns: `nbytes` of copies are held now; `remove` ends the preparation and frees them."""
+    """What `prepare_weights` returns: `nbytes` of copies are held now; `drop` frees them until the next step; `remove`
+    ends the preparation and frees them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
@@ -88,6 +118,16 @@ class PreparedWeights:
             module._prepared = PreparedLayers()
         self._hook = optimizer.register_step_post_hook(lambda *_: self._make())
 
+    def drop(self) -> None:
+        """Frees the copies; forwards quantize weights themselves until the optimizer's next step makes new ones.
+
+        Call it after writes that move no version counter, such as through `weight.data` or by another library's kernel,
+        if a training forward follows before the next step.
+        """
+        for _, one in self._each():
+            one.drop()
+        self.nbytes = 0
+
     def remove(self) -> None:
         """Removes the hook and frees the copies."""
         self._hook.remove()
@@ -95,55 +135,43 @@ class PreparedWeights:
             module._prepared = None
         self._modules, self.nbytes = [], 0
 
-    def _layers(self) -> Iterator[tuple[Tensor, PreparedLayer]]:
-        """The layers whose weights can be quantized now. A weight that is no longer the module's is left alone, and so
-        is one whose memory was given back, as sharding does."""
+    def _each(self) -> Iterator[tuple[QuantizedModule, PreparedLayer]]:
         for module in self._modules:
             for one in () if module._prepared is None else module._prepared.by_layer.values():
-                weight = one.weight()
-                if weight is None or not one.calls or not any([weight is p for p in module._parameters.values()]):
-                    continue
-                if weight.untyped_storage().nbytes() < weight.nbytes or not weight.numel():
-                    continue
-                yield weight, one
+                yield module, one
 
+    def _layers(self) -> Iterator[tuple[QuantizedModule, Tensor, PreparedLayer]]:
+        """The layers whose weights can be quantized now. A weight that is no plain parameter of the module's any more
+        is left alone, and so is one whose memory was given back, as sharding does."""
+        for module, one in self._each():
+            weight = module._parameters.get(one.name)
+            if weight is None or not _is_plain(weight) or not one.calls or not weight.numel():
+                continue
+            if weight.untyped_storage().nbytes() >= weight.nbytes:
+                yield module, weight, one
+
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _make(self) -> None:
         """Runs after the optimizer's step: drops the copies of the last step, and makes new ones up to `max_bytes`."""
-        for module in self._modules:
-            for one in () if module._prepared is None else module._prepared.by_layer.values():
-                one.copies = None
-        self.nbytes = 0
+        self.drop()
         if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        self._update_jointly()
-        single: list[tuple[Tensor, PreparedLayer]] = []
-        for weight, one in self._layers():
+        update_jointly([found for module in self._modules for found in _scaled_layers(module)])
+        single: list[tuple[QuantizedModule, Tensor, PreparedLayer]] = []
+        for module, weight, one in self._layers():
             size = 0 if any([not c.plain for c in one.calls]) else _nbytes(weight, one.calls)
             if not size:
                 self._warn(one.calls)
             elif self.nbytes + size <= self.max_bytes:
                 self.nbytes += size
                 if weight.dim() == 3:
-                    one.hold(weight, quantize_weight(weight.detach(), one.calls, Options(), None).copies)
+                    one.hold(module, weight, quantize_weight(weight.detach(), one.calls, Options(), None).copies)
                 else:
-                    single.append((weight, one))
-        for (weight, one), copies in zip(single, _quantized_together(single), strict=True):
-            one.hold(weight, copies)
-
-    def _update_jointly(self) -> None:
-        """The delayed scales of all layers are updated together where the first of them enters the next region."""
-        recipe: Any = None
-        layers: list[tuple[QuantizedModule, ScaleStates]] = []
-        for module in self._modules:
-            scaled = module._modules.get("scale_states")
-            if scaled is None or module._last_region is None or module._last_groups:
-                continue
-            recipe = module._last_region if recipe is None else recipe
-            if module._last_region == recipe:
-                layers += [(module, part) for part in scaled.modules() if isinstance(part, ScaleStates)]
-        if layers:
-            update_jointly(layers, recipe)
+                    single.append((module, weight, one))
+        made = _quantized_together([(weight, one) for _, weight, one in single])
+        for (module, weight, one), copies in zip(single, made, strict=True):
+            one.hold(module, weight, copies)
 
     def _warn(self, calls: tuple[Call, ...]) -> None:
         if calls not in self._warned:
@@ -155,6 +183,25 @@ class PreparedWeights:
             )
 
 
+def _scaled_layers(module: QuantizedModule) -> list[tuple[ScaleStates, Any]]:
+    """Returns the delayed states of a module's layers, each with a function of the region's recipe that gives the plan
+    by which a training call would update them alone."""
+    root: Any = module._modules.get("scale_states")
+    if root is None:
+        return []
+    named = {name: part for name, part in root._modules.items() if isinstance(part, ScaleStates)}
+    return [(part, functools.partial(_plan, module, name)) for name, part in {"": root, **named}.items()]
+
+
+def _plan(module: QuantizedModule, layer: str, region: Recipe | None) -> LinearPlan | None:
+    """Returns the plan by which a layer would run in the present region; None where a call would update no scales, or
+    reduce amaxes over ranks."""
+    recipe = region if module.recipe is None else module.recipe
+    if recipe is None or not module.training or STATE.amax_groups or recipe.amax_group or module.tp_size > 1:
+        return None
+    return schedule(recipe, module.module_kind, module._role_name(layer), False, False).plan
+
+
 def prepare_weights(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_bytes: int) -> PreparedWeights:
     """After each `optimizer.step()`, quantizes the weights of a model's layers in few launches, for the forwards until
     the next step. In the first autocast region after a step, delayed scales of all layers are updated in one launch.
@@ -163,9 +210,13 @@ def prepare_weights(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_b
     amax that the backward of an earlier region then records may reach a layer's scale one region later, and a `recipe`
     that a module is then given does not take part in this update of its scales.) Each layer's weight is quantized by
     the recipe that the layer ran by last in grad mode. A forward finds a stale copy by the weight's version counter,
-    which every in-place operation of torch moves, and then quantizes the weight itself. A write that moves no counter,
-    such as one through `weight.data` or by another library's kernel, must not happen between the optimizer's step and a
-    forward.
+    which every in-place operation of torch moves, and then quantizes the weight itself.
+
+    A write that moves no counter, such as one through `weight.data` or by another library's kernel, is found by
+    nothing. Averaged weights that are swapped in for an evaluation and adapters that are merged are written in this
+    way, so evaluations quantize their weights themselves: calls without grad mode, and calls in another mode (training
+    or evaluation) than the module was in when the step was made. Before a training forward that follows such a write,
+    call `drop()` of the result.
 
     Compiled graphs quantize their weights themselves, with a warning, and so do layers whose weights need delayed
     scales (DelayedScaling), random bits or a quantizer of the user's own. Without a warning, so do calls while a CUDA
@@ -176,7 +227,8 @@ def prepare_weights(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_b
     change their weights. `max_bytes`: the most memory of all copies; weights whose copies do not fit into what is
     left are quantized in forward, earlier modules go first.
 
-    **Returns:** a `PreparedWeights`, whose `remove()` ends it.
+    **Returns:** a `PreparedWeights`, whose `drop()` throws the copies away until the next step, and whose `remove()`
+    ends the preparation.
 
     **Raises:** ArgumentError, a TypeError, for arguments of other kinds; ValueError for a negative `max_bytes`, a model
     without such modules, or one that is prepared already.

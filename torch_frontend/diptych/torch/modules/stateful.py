@@ -48,17 +48,26 @@ class StatefulModule(nn.Module):
         return states._modules.get(layer) if layer and states is not None else states
 
     def _bound_states(
-        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, in_forward: bool = True
+        self,
+        plan: LinearPlan,
+        layer: str,
+        recipe: Recipe,
+        device: torch.device,
+        in_forward: bool = True,
+        record: bool = True,
     ) -> ScaleStates | None:
-        """The states of one layer, made and bound to a plan where they are not yet; None where it has none."""
+        """The states of one layer, made and bound to a plan where they are not yet; None where it has none.
+
+        A call that does not record changes none: where the plan does not fit, it gets copies of the scales that do.
+        """
         states = self._layer_states(layer)
         if states is None:
             if not plan.states:
                 return None
             states = self._make_states(layer, device)
         if states.plan is not plan:
-            if not plan.states and not self.training:
-                return None  # evaluated by a recipe without states: what training left stays
+            if not record and states.slots() and not states.serves(plan):
+                return states.borrowed(plan) if plan.states else None
             before, held = states.plan, states.slots()
             lost = states.bind(plan, device)
             if self._prepared_for is not None:
@@ -129,11 +138,11 @@ class StatefulModule(nn.Module):
         return next((t.device for t in self.parameters()), torch.device("cpu"))
 
     def _make(
-        self, recipe: Recipe, layer: str, device: torch.device, in_forward: bool = False
+        self, recipe: Recipe, layer: str, device: torch.device, in_forward: bool = False, record: bool = True
     ) -> tuple[ScaleStates | None, Tensor | None]:
         """Makes one layer's states, the tensors that graphs read and write beside them, and its random generator."""
         plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
-        states = self._bound_states(plan, layer, recipe, device, in_forward)
+        states = self._bound_states(plan, layer, recipe, device, in_forward, record)
         if states is not None:
             states.make_graph_buffers()
         return states, self._rng(device, recipe if in_forward else None) if plan.needs_rng else None
@@ -196,13 +205,14 @@ class StatefulModule(nn.Module):
         if rng is not None and "rng_state" not in self._buffers:
             with torch.inference_mode(False):
                 self.register_buffer("rng_state", torch.zeros(4, dtype=torch.int32, device=device))
-        elif rng is None and "rng_state" in self._buffers:
-            del self._buffers["rng_state"]  # the saved module had no random generator
         self._caches = None
         super()._load_from_state_dict(read_weights(self, state_dict, prefix, args[0]), prefix, *args)
+        missing = args[2]
+        if f"{prefix}rng_state" in missing:  # weights alone: a seed serves other weights as well
+            missing.remove(f"{prefix}rng_state")
 
 
-_OF_A_STEP = ("_last_region", "_last_groups", "_caches")
+_OF_A_STEP = ("_ran", "_caches")
 
 
 def _drawn_rng(device: torch.device) -> Tensor:

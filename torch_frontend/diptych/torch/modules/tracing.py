@@ -5,7 +5,8 @@ makes the missing ones. A guard does the same for each other module that runs th
 share one graph, wherever their states come from. Invariants:
 
 - A guard changes no state that exists unless the call that it checks would: where another recipe's states would be
-  lost and the recipe of the call is not known yet, the module does not fit the graph.
+  lost and the recipe of the call is not known yet, the module does not fit the graph. A graph that records nothing
+  changes none; one that was traced with scales of another recipe runs with such scales alone.
 - An error while a guard makes states means that the module does not fit; tracing it anew then raises the same error.
 """
 
@@ -28,9 +29,9 @@ from diptych.torch.state.autocast import STATE
 class _Ready:
     """Makes the states of a module that runs a graph of `recipe`, which was traced in a region of `entered`."""
 
-    def __init__(self, module: Any, recipe: Any, layer: str, device: torch.device) -> None:
+    def __init__(self, module: Any, recipe: Any, layer: str, device: torch.device, record: bool) -> None:
         self.kind, self.name, self.own = type(module), module.name, module.recipe
-        self.recipe, self.device, self.entered = recipe, device, STATE.recipe
+        self.recipe, self.device, self.entered, self.record = recipe, device, STATE.recipe, record
         self.layers = tuple(dict.fromkeys((*module.layers, layer)))
         self.plans = self._plans(module)
         self.needs_rng = any([plan.needs_rng for plan in self.plans.values()])
@@ -44,10 +45,16 @@ class _Ready:
         unseeded = self.needs_rng and "rng_state" not in module._buffers
         with torch.inference_mode(False), torch.no_grad():
             for layer in self.layers:
-                module._prepare(self.recipe, layer, self.device)
+                module._prepare(self.recipe, layer, self.device, self.record)
             if unseeded:
                 _keep_apart(module._buffers["rng_state"])
         self.plans = self._plans(module)  # the plans by identity, as the states are bound to them now
+        self.served = {layer: self._serve(module, layer) for layer in self.layers}
+
+    def _serve(self, module: Any, layer: str) -> bool:
+        """Whether a layer's states are bound to the plan, or could be without a change."""
+        plan, states = self.plans[layer], module._layer_states(layer)
+        return not plan.states or (states is not None and (states.plan is plan or states.serves(plan)))
 
     def __call__(self, module: Any) -> bool:
         """Returns whether a graph that was traced under this guard may run."""
@@ -60,10 +67,14 @@ class _Ready:
         known = self.recipe is self.own or self.recipe == self.entered
         for layer, plan in self.plans.items():
             states = module._layer_states(layer)
-            if not known and states is not None and states.plan is not None and states.plan != plan:
+            if not self.record:
+                if states is not None and states.slots() and self._serve(module, layer) != self.served[layer]:
+                    return False
+            elif not known and states is not None and states.plan is not None and states.plan != plan:
                 return False
+        served = self.served
         self.make(module)
-        return True
+        return self.record or self.served == served
 
     def _has_all(self, module: Any) -> bool:
         if type(module) is not self.kind:
@@ -71,15 +82,18 @@ class _Ready:
         for layer, plan in self.plans.items():
             if plan.states:
                 states = module._layer_states(layer)
-                if states is None or states.plan is not plan or not states.ready_for_graphs():
+                if states is None or not states.ready_for_graphs():
+                    return False
+                if states.plan is not plan and (self.record or self._serve(module, layer) != self.served[layer]):
                     return False
         return not self.needs_rng or "rng_state" in module._buffers
 
 
 def make_states(context: Any) -> None:
     """Runs where Dynamo traces `QuantizedModule._compiled_states`."""
-    module, recipe, layer, device = [traced_local(context, name) for name in ("self", "recipe", "layer", "device")]
-    ready = _Ready(module, recipe, layer, device)
+    names = ("self", "recipe", "layer", "device", "record")
+    module, *call = [traced_local(context, name) for name in names]
+    ready = _Ready(module, *call)
     before = _names(module)
     ready.make(module)
     if _names(module) != before:

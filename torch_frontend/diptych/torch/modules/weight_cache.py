@@ -53,6 +53,9 @@ class WeightCache:
 
         **Raises** ValueError for a later microbatch without a first one, or both arguments at once.
         """
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # a later microbatch saves the copies for its backward
+                return self.get(weight, recipe, options, rng, need_columnwise, first, skip)
         module, name = options.module, options.name
         calls = schedule(recipe, module, name, need_columnwise, False).w
         key = _key(calls, weight.shape, weight.device)

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from diptych.common.arguments import require_recipe, require_switches
+from diptych.common.errors import HighPrecisionWarning
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
 
@@ -36,6 +38,8 @@ class _State(threading.local):
         self.dry = False  # inside of `dry_run`
         # Inside of a checkpoint that was entered where calls record: the reentrant kind runs its forward without grad.
         self.taped = False
+        self.inside = False  # inside of a region, of one with enabled=False too
+        self.played = False  # a recomputation runs: where it is in no region, its forward was in none either
         self.depth = 0  # of regions that quantize or calibrate
         # Delayed scales are updated once in each outermost region. Eager code compares the region's number; graphs,
         # which cannot guard on a value that each step changes, compare a counter, int64 [1] on each device.
@@ -45,6 +49,64 @@ class _State(threading.local):
 
 STATE = _State()
 _regions = itertools.count(1)
+_REGION = ("recipe", "calibrating", "amax_groups", "depth", "dry", "taped", "inside", "played", "steps")
+# A call finds this in a backward pass, until a region is entered there or a recomputation begins. A region that is
+# entered there begins no step of delayed scaling, hence the depth.
+_IN_BACKWARD = (None, None, {}, 1, False, False, False, False)
+
+
+def region() -> list[Any]:
+    """Returns all that a call reads of this thread's region."""
+    return [getattr(STATE, name) for name in _REGION]
+
+
+def enter_region(held: list[Any]) -> None:
+    """Makes what `region` returned this thread's region again."""
+    for name, value in zip(_REGION, held, strict=True):
+        setattr(STATE, name, value)
+
+
+def outside_of_regions(run: F) -> F:
+    """Makes a function that runs a backward pass hide the regions around it from the code that the pass calls.
+
+    Backward runs what forward recorded. On a GPU it runs in threads that see none of the caller's regions; so hooks,
+    functions and recomputations find none on the CPU either.
+    """
+
+    @functools.wraps(run)
+    def run_outside(*args: Any, **kwargs: Any) -> Any:
+        if not (STATE.inside or STATE.played or STATE.taped or STATE.dry):
+            return run(*args, **kwargs)
+        outer = region()
+        enter_region([*_IN_BACKWARD, STATE.steps])
+        try:
+            return run(*args, **kwargs)
+        finally:
+            enter_region(outer)
+
+    return run_outside  # type: ignore[return-value]
+
+
+def unrecorded() -> bool:
+    """Whether this is a backward pass, outside of recomputations and of regions that were entered in it: nothing says
+    then which region a call belongs to."""
+    return not (STATE.inside or STATE.played) and torch._C._current_graph_task_id() != -1
+
+
+class _Process:
+    entered = False  # whether a region was entered in this process
+
+
+def warn_without_regions(module: str) -> None:
+    """Called where a module without a recipe trains outside of regions. Warns once if the process never entered one."""
+    if not _Process.entered:
+        _Process.entered = True
+        warnings.warn(
+            f"{module} runs in high precision: enter dt.autocast(recipe=...), or give the module a recipe "
+            "(no region was entered in this process so far; reported once)",
+            HighPrecisionWarning,
+            stacklevel=4,
+        )
 
 
 def make_step_counter(device: torch.device) -> Tensor:
@@ -68,8 +130,14 @@ def _count_step() -> None:
                 step.add_(1)
 
 
+def _counts() -> bool:
+    """Whether an outermost region that is entered here is a step: not in a backward pass."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
 def _before_steps_are_traced(context: Any) -> None:
     """Runs where Dynamo traces the entry of a region: it sees no counter that is made later."""
+    _Process.entered = True
     made = [make_step_counter(torch.device("cpu"))]
     if torch.cuda.is_initialized():
         made.append(make_step_counter(torch.device("cuda", torch.cuda.current_device())))
@@ -109,11 +177,11 @@ class autocast:
     """Region whose `Linear` modules quantize by a recipe; a context manager and a decorator, free to nest.
 
     **Arguments:** `enabled`: False runs the region in high precision, also inside an enabled one. `recipe`: None is
-    `DEFAULT_RECIPE`, Float8CurrentScaling(). A recipe given to a module itself goes before that of the region.
-    `amax_groups`: process groups by the names that recipes give in `Recipe.amax_group`; None keeps those of the region
-    around. `amax_reduction_group`: a process group that delayed scales' amaxes are reduced over where the recipe names
-    none. `calibrating`: with `enabled=False`, modules run in high precision and collect the amaxes that `recipe`'s
-    delayed scales come from.
+    `DEFAULT_RECIPE`, Float8CurrentScaling(). A module's own recipe goes before that of the region, and applies outside
+    of regions too. `amax_groups`: process groups by the names that recipes give in `Recipe.amax_group`; None keeps
+    those of the region around. `amax_reduction_group`: a process group that delayed scales' amaxes are reduced over
+    where the recipe names none. `calibrating`: with `enabled=False`, modules run in high precision and collect the
+    amaxes that `recipe`'s delayed scales come from.
 
     Each outermost region is one step to delayed scaling: a module's scales are updated when it first runs in one.
 
@@ -121,11 +189,10 @@ class autocast:
     bool, such as a recipe that is given without its name; TypeError if what is decorated is a generator or a coroutine,
     whose body would run outside of the region.
 
-    What runs in backward is fixed when forward runs, so `backward()` may stand inside or outside of the region. Under
-    `torch.utils.checkpoint` an eager `Linear` is recomputed with the recipe of its last forward. A *compiled* function
-    under it has no such memory: enter the region inside of the checkpointed function, or use
-    `diptych.torch.checkpoint`, which remembers. On torch 2.11 a region that is entered inside of compiled code stays
-    entered if the running graph raises.
+    What runs in backward is fixed when forward runs, so `backward()` may stand inside or outside of the region, and a
+    region around it changes nothing. Recomputations under `diptych.torch.checkpoint` and every kind of
+    `torch.utils.checkpoint` run in the region of their forward; a region that is entered inside of what runs again goes
+    before it. On torch 2.11 a region that is entered inside of compiled code stays entered if the running graph raises.
     """
 
     def __init__(
@@ -147,15 +214,17 @@ class autocast:
         self.recipe = DEFAULT_RECIPE if recipe is None else recipe
         self.amax_groups = amax_groups
         self.calibrating = bool(calibrating) and not self.enabled
-        self._outer: list[tuple[Recipe | None, Recipe | None]] = []
+        self._outer: list[tuple[Recipe | None, Recipe | None, bool]] = []
         self._outer_groups: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> autocast:
-        if not torch.compiler.is_compiling() and _STAGES in sys.modules:
-            recognize_pipelines()
+        if not torch.compiler.is_compiling():
+            _Process.entered = True
+            for module in [m for m in AT_ENTRY if m in sys.modules]:
+                AT_ENTRY[module]()
         counted = self.enabled or self.calibrating
         # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.)
-        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:
+        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag and _counts():
             if torch.compiler.is_compiling():
                 from torch._dynamo.comptime import comptime  # importing it takes a second
 
@@ -166,7 +235,8 @@ class autocast:
         # The state is set last: if the entry raises, even by Ctrl-C, `__exit__` does not run.
         if self.amax_groups is not None:
             self._outer_groups.append(STATE.amax_groups)
-        self._outer.append((STATE.recipe, STATE.calibrating))
+        self._outer.append((STATE.recipe, STATE.calibrating, STATE.inside))
+        STATE.inside = True
         STATE.recipe = self.recipe if self.enabled else None
         STATE.calibrating = self.recipe if self.calibrating else None
         if self.amax_groups is not None:
@@ -178,7 +248,7 @@ class autocast:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        STATE.recipe, STATE.calibrating = self._outer.pop()
+        STATE.recipe, STATE.calibrating, STATE.inside = self._outer.pop()
         if self.amax_groups is not None:
             STATE.amax_groups = self._outer_groups.pop()
         if self.enabled or self.calibrating:
@@ -265,3 +335,7 @@ def recognize_pipelines() -> None:
         if infer is not None and infer is not _recognized.get(name):
             _recognized[name] = dry_run()(infer)
             setattr(stage, name, _recognized[name])
+
+
+AT_ENTRY: dict[str, Callable[[], None]] = {_STAGES: recognize_pipelines}
+"""By the name of a module of torch that may be imported late: what is done with it where a region is entered."""

@@ -3,11 +3,13 @@
 A tape holds, for each call of a module with state in the order that the forward made them, the delayed scales and the
 random generator as they were. The recomputation plays it back: it updates nothing, records nothing, draws nothing.
 Checkpoints may nest: what an outer recomputation plays back is taped again for the inner ones. A recomputation runs in
-the `autocast` region of its forward.
+the `autocast` region of its forward. `adopt` gives torch's own checkpoints, of every kind, such tapes.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,17 +25,19 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.te_arguments import absorb
-from diptych.torch.state.autocast import STATE, recording
+from diptych.torch.state.autocast import AT_ENTRY, STATE, enter_region, outside_of_regions, recording, region
 
 T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """The record of one call: the random offsets, scales and the like that it used."""
+    """The record of one call: the random offsets, scales and the like that it used. `states`: what held its scales,
+    where its backward finds those of gradients."""
 
     module: nn.Module | None
     layer: str
     scales: dict[str, Tensor]
+    states: Any
     rng: Tensor | None
     record: bool = True
     seen: Tensor | None = None  # in a graph: the step of the update that made its scales
@@ -41,23 +45,11 @@ class Entry(NamedTuple):
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.contexts: list[_Taping | _PlayingBack] = []
+        self.contexts: list[Taping | PlayingBack] = []
         self.saves = False  # whether the op that is traced into a graph is saved for its recomputation
 
 
 _STACK = _Stack()
-
-
-_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps", "dry", "taped")  # what a call reads of STATE
-
-
-def _region() -> list[Any]:
-    return [getattr(STATE, name) for name in _REGION]
-
-
-def _enter_region(region: list[Any]) -> None:
-    for name, value in zip(_REGION, region, strict=True):
-        setattr(STATE, name, value)
 
 
 class _Tape(list[Entry]):
@@ -71,7 +63,7 @@ class _Tape(list[Entry]):
         self.taped = recording()
 
 
-class _Taping(AbstractContextManager):  # type: ignore[type-arg]
+class Taping(AbstractContextManager):  # type: ignore[type-arg]
     def __init__(self, tape: _Tape) -> None:
         self.tape = tape
 
@@ -79,7 +71,7 @@ class _Taping(AbstractContextManager):  # type: ignore[type-arg]
         self.tape.clear()
         self.outer = STATE.taped
         STATE.taped = self.tape.taped
-        self.tape.region = _region()
+        self.tape.region = region()
         _STACK.contexts.append(self)
 
     def __exit__(self, *error: Any) -> None:
@@ -87,19 +79,20 @@ class _Taping(AbstractContextManager):  # type: ignore[type-arg]
         STATE.taped = self.outer
 
 
-class _PlayingBack(AbstractContextManager):  # type: ignore[type-arg]
+class PlayingBack(AbstractContextManager):  # type: ignore[type-arg]
     def __init__(self, tape: _Tape) -> None:
         self.tape, self.position = tape, 0
 
     def __enter__(self) -> None:
         self.position = 0
-        self.outer = _region()
-        _enter_region(self.tape.region)
+        self.outer = region()
+        enter_region(self.tape.region)
+        STATE.played = True
         _STACK.contexts.append(self)
 
     def __exit__(self, *error: Any) -> None:
         _STACK.contexts.remove(self)
-        _enter_region(self.outer)
+        enter_region(self.outer)
 
     def next(self, module: nn.Module | None, layer: str) -> Entry:
         entry = self.tape[self.position] if self.position < len(self.tape) else None
@@ -117,7 +110,7 @@ def taped_call(module: nn.Module | None, layer: str) -> Entry | None:
     """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does."""
     recorders = []
     for context in reversed(_STACK.contexts):
-        if isinstance(context, _PlayingBack):
+        if isinstance(context, PlayingBack):
             entry = context.next(module, layer)
             for recorder in recorders:
                 recorder.tape.append(entry)
@@ -130,16 +123,18 @@ def tape_call(
     module: nn.Module | None,
     layer: str,
     states: Any,
+    used: Any,
     rng: Tensor | None,
     record: bool = True,
     seen: Tensor | None = None,
 ) -> None:
-    """Writes a call onto the tapes that are running. `states`: ScaleStates or None. `record`: whether it records."""
+    """Writes a call onto the tapes that are running. `states`: ScaleStates or None. `used`: the scales that the call
+    uses, which hold those of `states` from its region on. `record`: whether it records."""
     if not _STACK.contexts:
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
     for context in _STACK.contexts:
-        context.tape.append(Entry(module, layer, scales, rng, record, None if seen is None else seen.clone()))
+        context.tape.append(Entry(module, layer, scales, used, rng, record, None if seen is None else seen.clone()))
 
 
 # --- selective checkpoints, outside of graphs ------------------------------------------------------------------------
@@ -182,7 +177,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     if detect_fake_mode() is not None:
         return _graph_contexts()
     tape = _Tape()
-    return _Taping(tape), _PlayingBack(tape)
+    return Taping(tape), PlayingBack(tape)
 
 
 # --- inside of a graph -----------------------------------------------------------------------------------------------
@@ -234,7 +229,7 @@ def require_saved(op: str) -> None:
         )
 
 
-class _Taped:
+class Taped:
     """A function whose first call is taped; later calls, the recomputations, play the tape."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -302,4 +297,112 @@ def checkpoint(
     if torch.compiler.is_compiling():
         kwargs.setdefault("context_fn", checkpoint_contexts)
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-    return torch.utils.checkpoint.checkpoint(_Taped(function), *args, use_reentrant=use_reentrant, **kwargs)
+    return torch.utils.checkpoint.checkpoint(Taped(function), *args, use_reentrant=use_reentrant, **kwargs)
+
+
+# --- torch's own checkpoints and backward passes ----------------------------------------------------------------------
+#
+# torch looks the names below up when it is called, so a `checkpoint` or `backward` that was imported earlier is served
+# too. Where a version of torch lacks one of them it is left out: a module that is recomputed then finds no region, and
+# refuses by name if it had one (`QuantizedModule`).
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports the generator by its name
+_ENGINE = "_engine_run_backward"
+_DYNAMO = "torch._dynamo.eval_frame"
+
+
+class _Both(AbstractContextManager):  # type: ignore[type-arg]
+    """Two contexts as one, the second inside of the first."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        try:
+            self.inner.__enter__()
+        except BaseException:
+            self.outer.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self.inner.__exit__(*error)
+        finally:
+            self.outer.__exit__(*error)
+
+
+def _taped_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(generator)
+    def taped(
+        fn: Any,
+        preserve_rng_state: bool = True,
+        context_fn: Any = torch.utils.checkpoint.noop_context_fn,
+        determinism_check: str = "default",
+        debug: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = context_fn
+
+        def contexts() -> Any:
+            return [_Both(*pair) for pair in zip(checkpoint_contexts(), given(), strict=True)]
+
+        # torch refuses contexts together with `debug`; a checkpoint in a graph recomputes by the graph.
+        forced = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+        debugged = debug if forced is None else forced
+        known = isinstance(fn, Taped) or given is checkpoint_contexts
+        if not (debugged or known) and detect_fake_mode() is None:
+            context_fn = checkpoint_contexts if given is torch.utils.checkpoint.noop_context_fn else contexts
+        return generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
+
+    return taped
+
+
+def _taped_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply)
+    def taped(run_function: Any, *args: Any) -> Any:
+        known = isinstance(run_function, Taped) or detect_fake_mode() is not None
+        return apply(run_function if known else Taped(run_function), *args)
+
+    return taped
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replaces an attribute by `wrap` of it, once."""
+    held = getattr(owner, name, None)
+    if held is not None and not hasattr(held, "wrapped_by_diptych"):
+        made = wrap(held)
+        made.wrapped_by_diptych = True
+        _frames.append(made.__code__)
+        setattr(owner, name, staticmethod(made) if isinstance(owner, type) else made)
+
+
+def adopt() -> None:
+    """Makes torch's checkpoints and backward passes carry regions. Repeating it has no effect."""
+    _replace(torch.utils.checkpoint, _GENERATOR, _taped_generator)
+    _replace(torch.utils.checkpoint.CheckpointFunction, "apply", _taped_apply)
+    for module in (torch.autograd.graph, torch.autograd):
+        _replace(module, _ENGINE, outside_of_regions)
+    _adopt_composable()
+    AT_ENTRY[_COMPOSABLE] = _adopt_composable
+    AT_ENTRY[_DYNAMO] = _skip_frames
+
+
+_ENTERED = (region, enter_region, Taped.__call__, Taping.__enter__, PlayingBack.__enter__, PlayingBack.__exit__)
+_frames = [function.__code__ for function in _ENTERED]
+
+
+def _skip_frames() -> None:
+    """Makes Dynamo, once it is imported, not trace frames of this mechanism where a graph breaks around a checkpoint or
+    a backward pass."""
+    del AT_ENTRY[_DYNAMO]
+    for code in _frames:
+        sys.modules[_DYNAMO].skip_code(code)
+
+
+def _adopt_composable() -> None:
+    composable = sys.modules.get(_COMPOSABLE)
+    if composable is not None:
+        setattr(composable, _GENERATOR, getattr(torch.utils.checkpoint, _GENERATOR))

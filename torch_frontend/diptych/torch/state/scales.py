@@ -147,6 +147,7 @@ class ScaleSlot(_Float32):
         if f"{prefix}fp8_max" in state_dict and has_values(self.fp8_max):
             held = self.fp8_max.item()
             exact = [largest for largest in _LARGEST if math.isclose(held, largest, rel_tol=_ROUNDED)]
+            self.largest = exact[0] if exact else held
             if exact and held != exact[0]:
                 with torch.inference_mode(False):
                     self._buffers["fp8_max"] = torch.full_like(self.fp8_max, exact[0])
@@ -256,6 +257,42 @@ class ScaleStates(_Float32):
                     f"another recipe; {said}"
                 )
 
+    def serves(self, plan: LinearPlan) -> bool:
+        """Whether binding a plan would leave every scale and history as it is."""
+        held = self.slots()
+        return held.keys() == {key_of(s.name) for s in plan.states} and all(
+            _fits(held[key_of(s.name)], s) and held[key_of(s.name)].amax_history.numel() == s.quantizer.amax_history_len
+            for s in plan.states
+        )
+
+    def scales_for(self, plan: LinearPlan) -> list[Tensor]:
+        """The scales by which a call of another plan runs that must change none: those that fit, and ones elsewhere."""
+        found: list[Tensor] = []
+        for want in plan.states:
+            slot: Any = self._modules.get(key_of(want.name))
+            if slot is not None and _fits(slot, want):
+                found.append(slot.scale)
+            else:
+                found.append(torch.ones(1, dtype=torch.float32, device=self.scale_device()))
+        return found
+
+    def scale_device(self) -> Any:
+        """The device of the scales; that of the constructor where there are none."""
+        return next((b.device for b in self.buffers()), self.device)
+
+    def borrowed(self, plan: LinearPlan) -> ScaleStates:
+        """Returns states of their own for a call by another plan that records nothing.
+
+        **Raises** CheckpointError if a loaded state belongs to another recipe.
+        """
+        loaded = {k: s for k, s in self.slots().items() if s.quantizer is None}
+        if loaded:
+            self._check_loaded(loaded, {key_of(s.name): s for s in plan.states})
+        made = ScaleStates(plan, self.scale_device())
+        for want, scale in zip(plan.states, self.scales_for(plan), strict=True):
+            made.tensors(want.name)[0].copy_(scale)
+        return made
+
     def freeze(self, scales: Tensor) -> StepScales:
         """Returns the states with a copy of the scales [n], so that backward quantizes by the scales of its forward."""
         assert self.plan is not None
@@ -349,7 +386,7 @@ class ScaleStates(_Float32):
         """Makes the children that the state dict has, for torch to load them next."""
         tree = keys_below(state_dict, prefix)
         check_tree(tree, state_dict, prefix, self)
-        device = next((b.device for b in self.buffers()), self.device)
+        device = self.scale_device()
         for name, keys in tree.items():
             if name not in self._modules:
                 if "scale" in keys:
@@ -383,7 +420,7 @@ def keep_from_broadcast(states: ScaleStates) -> None:
 def _fits(slot: ScaleSlot, want: StateSlot) -> bool:
     if slot.quantizer is not None:
         return slot.quantizer.fp8_dtype == want.quantizer.fp8_dtype
-    return slot.fp8_max.item() == fp8_max(want.quantizer)
+    return (slot.largest or slot.fp8_max.item()) == fp8_max(want.quantizer)
 
 
 def keys_below(state_dict: Any, prefix: str) -> dict[str, set[str]]:

@@ -13,6 +13,7 @@ forward again before its first backward, and hooks on saved tensors see none of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -172,26 +173,25 @@ class JointUpdate:
     region.
 
     An update to which no amax was recorded changes nothing. So a layer that enters later finds its scales as its own
-    update would leave them, and skips that update unless its state was written in between. A region of another recipe
-    than `recipe` has no joint update, since the recipe decides how scales follow from amaxes; a module that was given
-    a recipe of its own since then, or is in evaluation mode, takes no part.
+    update would leave them, and skips that update unless its state was written in between. The plan decides how
+    scales follow from amaxes, so only layers whose states are bound to the plan that this region gives them take part.
     """
 
-    def __init__(self, layers: list[tuple[Any, Any]], recipe: Any) -> None:
-        self._layers = [(states, module, module.recipe) for module, states in layers]
-        self._recipe, self._region = recipe, 0
+    def __init__(self, layers: list[tuple[Any, Callable[[Any], Any]]]) -> None:
+        self._layers, self._region = layers, 0
         self._made: dict[int, tuple[Tensor, list[Any]]] = {}  # by id: copies of the scales, and what they belong to
-        for _, one in layers:
+        for one, _ in layers:
             one.__dict__["joint"] = self
 
     def scales(self, states: Any, recipe: Any, region: int, step: Tensor) -> Tensor | None:
         """Returns a copy of a layer's scales, [n], updated for this region; None if the layer has to update them
         itself. `recipe`, `region`, `step`: the region's recipe and number, and the count of regions on the device."""
-        if recipe != self._recipe:
-            return None
         if not self._region:
+            joined = [one for one, plan in self._layers if self._joins(one) and plan(recipe) is one.plan]
+            if all([one is not states for one in joined]):
+                return None
             self._region = region
-            self._run(step)
+            self._run(joined, step)
         made = self._made.pop(id(states), None)
         if made is None or made[1] != _written(states):
             return None
@@ -199,13 +199,12 @@ class JointUpdate:
             states._buffers["seen"].copy_(step)
         return made[0]
 
-    def _run(self, step: Tensor) -> None:
-        states = [
-            one
-            for one, module, own in self._layers
-            if one.joint is self and not one.graphed and module.training and module.recipe == own
-            if one._in_order()[0].scale.device == step.device
-        ]
+    def _joins(self, states: Any) -> bool:
+        """Whether nothing has replaced this update of a layer, and it stays outside of graphs."""
+        return states.joint is self and not states.graphed
+
+    def _run(self, joined: list[Any], step: Tensor) -> None:
+        states = [one for one in joined if one._in_order()[0].scale.device == step.device]
         slots = [slot for one in states for slot in one._in_order()]
         tensors = [t for slot in slots for t in (slot.amax_history, slot.scale)]
         if not states or not direct(*tensors):
@@ -227,27 +226,30 @@ class JointUpdate:
 
 
 def _written(states: Any) -> list[Any]:
-    """Returns a state's tensors with their version counters."""
+    """Returns a state's plan and its tensors with their version counters."""
     tensors = [t for slot in states._in_order() for t in (slot.amax_history, slot.scale)]
-    return [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
+    return [id(states.plan), *[(id(t), 0 if t.is_inference() else t._version) for t in tensors]]
 
 
-def update_jointly(layers: list[tuple[Any, Any]], recipe: Any) -> None:
-    """Makes the updates of many layers' (module, `ScaleStates`) in the next region one joint update, if the region is
-    of this recipe.
+def update_jointly(layers: list[tuple[Any, Callable[[Any], Any]]]) -> None:
+    """Makes the updates of many layers' scales in the next region one joint update.
 
     Layers that did not run, or that graphs use, keep an update of their own, and so do recipes with a function of the
-    user's own."""
-    for _, one in layers:
+    user's own.
+
+    **Arguments:** `layers`: the `ScaleStates` of each, and a function that is called with the region's recipe and
+    returns the plan by which the layer would run there, or None if it would not update its scales alone.
+    """
+    for one, _ in layers:
         one.__dict__["joint"] = None
     found = [
-        (module, one)
-        for module, one in layers
+        (one, plan)
+        for one, plan in layers
         if one.plan is not None and one.view is not None and not one.graphed and one.plan.states
         if not any([callable(slot.quantizer.amax_compute_algo) for slot in one._in_order()])
     ]
     if found:
-        JointUpdate(found, recipe)
+        JointUpdate(found)
 
 
 def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) -> None:
@@ -312,7 +314,7 @@ def _update_in_graph(
         made = update_all(histories, scales, logs, quantizers.items, constants.group_of(group), seen, step)
     wrote(*histories, *scales)
     seen.copy_(step)
-    tape_call(None, "compiled scales", None, None, seen=seen)
+    tape_call(None, "compiled scales", None, None, None, seen=seen)
     return made[0]
 
 
