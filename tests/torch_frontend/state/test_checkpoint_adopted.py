@@ -62,9 +62,9 @@ BETWEEN = ("nothing", "evaluation", "another recipe", "no_grad")
 AROUND: dict[str, Any] = {"nothing": None, "a region": MXFP8BlockScaling(), "a disabled region": False}
 
 
-def train(recipe: Any, run: Any, between: str, around: Any) -> dict[str, torch.Tensor]:
+def train(recipe: Any, run: Any, between: str, around: Any, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Three steps of a block that runs in high precision in between, and the states at the end."""
-    model = layers.gelu_model().to(getattr(torch, layers.dtype_of(recipe)))
+    model = layers.gelu_model().to(device, getattr(torch, layers.dtype_of(recipe)))
     dt.prepare(model, recipe)
     dt.seed_rng(model, layers.SEED)
 
@@ -75,7 +75,7 @@ def train(recipe: Any, run: Any, between: str, around: Any) -> dict[str, torch.T
 
     out: dict[str, Any] = {}
     for i in range(3):
-        x = (normal(f"x{i}", (16, 96), layers.dtype_of(recipe)) * (i + 1)).requires_grad_()
+        x = (normal(f"x{i}", (16, 96), layers.dtype_of(recipe), device) * (i + 1)).requires_grad_()
         with dt.autocast(recipe=recipe):
             y = run(block, x)
         if between == "evaluation":
@@ -116,6 +116,18 @@ def test_a_recomputation_runs_in_its_forwards_region(kind, name, between, around
     want = train(recipe, lambda fn, x: fn(x), "nothing", None)
     for key in want:  # an evaluation by a recipe with states may have made some
         same(got[key], want[key], key)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_backwards_threads(cuda, kind, name):
+    """A GPU's backward runs in threads of its own, which see none of the caller's regions."""
+    for between, around in (("evaluation", None), ("another recipe", MXFP8BlockScaling())):
+        got = train(NAMED[name], KINDS[kind], between, around, cuda)
+        want = train(NAMED[name], lambda fn, x: fn(x), "nothing", None, cuda)
+        for key in want:
+            same(got[key], want[key], key)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -160,14 +172,14 @@ class Again(torch.autograd.Function):
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("compiled", (False, True))
-def test_a_function_that_nobody_recorded(around, compiled):
+def test_a_function_that_nobody_recorded(device, around, compiled):
     """It is refused by name if its module ran quantized, whatever region stands around backward; a region that it
     enters wins; a module that never ran quantized runs."""
-    recipe, x = Float8CurrentScaling(), normal("x", (16, 96))
+    recipe, x = Float8CurrentScaling(), normal("x", (16, 96), device=device)
 
     def grad(region: Any, quantized: bool = True) -> torch.Tensor:
         torch._dynamo.reset()
-        layer, a = layers.layer(), x.clone().requires_grad_()
+        layer, a = layers.layer(device=device), x.clone().requires_grad_()
         fn = torch.compile(layer, backend="aot_eager") if compiled else layer
         with dt.autocast(enabled=quantized, recipe=recipe):
             y = Again.apply(fn, region, a)
@@ -181,7 +193,7 @@ def test_a_function_that_nobody_recorded(around, compiled):
 
     with pytest.raises(Exception if compiled else UnsupportedError, match="no autocast region was recorded"):
         grad(None)
-    plain = layers.layer()
+    plain = layers.layer(device=device)
     for region, enabled in ((dt.autocast(recipe=recipe), True), (dt.autocast(enabled=False), False)):
         a = x.clone().requires_grad_()
         with dt.autocast(enabled=enabled, recipe=recipe):
