@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -68,15 +69,17 @@ class _Count(TorchDispatchMode):
 
 
 def _without_memory(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def register_node(node: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
-    """Registers the count of a node, all of whose overloads must be defined: its implementation `run` is run on meta
-    tensors, and its products are counted."""
+    """Registers the count of a node, all of whose overloads must be defined: its implementation `run` is run on fake
+    tensors, and its products are counted. Fake tensors keep their devices, which a node may make further tensors on."""
 
     def formula(*args: Any, out_val: Any = None) -> int:
-        with _Count() as count:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # importing it takes a while
+
+        with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), _Count() as count:
             run(*tree_map_only(Tensor, _without_memory, args))
         return count.total
 

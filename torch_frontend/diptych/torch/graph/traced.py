@@ -56,8 +56,8 @@ def traced_function(op: Any) -> Callable[..., Any]:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             refuse_second_derivative(op.name, op.remedy)
             needs, held, sizes, count, results = ctx.call
-            tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-            made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)
+            found = list(ctx.saved_tensors)  # once: a selective checkpoint recomputes each tensor for one reading
+            made = op.run_backward(held, found[:count], list(sizes), needs, found[count:], list(grads), results)
             by_name = dict(zip(ctx.names, made, strict=True))
             return None, *[by_name.get(name) for name, _ in op._kinds()]
 
