@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
 
 # Each worker begins with half of the tests, in order, so that neighbouring files reuse compiled code in one process.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=20
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 test: setup
 	$(PYTEST)
@@ -27,9 +27,12 @@ test: setup
 # A twelfth of the slow tests, chosen by the commit's hash, or by PART=0 to 11. The twelve parts cover all slow tests.
 PART ?= $(shell git rev-parse HEAD | $(PYTHON) -c 'print(int(input()[:8], 16) % 12)')
 
+# SECONDS_LEFT=N: no slow test begins after N seconds, and the number of those left out is printed.
+SLOW = --part $(PART) $(if $(SECONDS_LEFT),--seconds $(SECONDS_LEFT))
+
 sweeps: setup
 	@echo "part $(PART) of the slow tests, of 0 to 11"
-	$(PYTEST) -m slow --part $(PART)
+	$(PYTEST) -m slow $(SLOW)
 
 # CPU tests of ops that read maps and groups, under AddressSanitizer and UBSan. Both libraries are preloaded, since the
 # sanitizer otherwise does not find the functions that it wraps.
@@ -70,7 +73,7 @@ variants: setup
 # once, so XLA does not optimize it.
 lab-pairs: $(PAIRS)/.installed
 	JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
-	  $(PAIRS)/bin/python -m pytest -n 2 --dist worksteal -q --durations=10 -m "slow or not slow" --part $(PART) tests/pairs
+	  $(PAIRS)/bin/python -m pytest -n 2 --dist worksteal -q -m "slow or not slow" $(SLOW) tests/pairs
 
 $(PAIRS)/.installed: constraints-pairs.txt | setup
 	$(BIN)/python -m venv --clear $(PAIRS)

@@ -23,6 +23,7 @@ elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # Dynamo collects garbage after each graph that it compiles: pytest_collection_finish says how seldom that is needed.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
+import budget
 import sweeps
 
 import cases
@@ -49,8 +50,15 @@ def require_cuda():
     gc.collect()
 
 
+def pytest_configure(config):
+    config.pluginmanager.register(budget.Budget(config))
+    if (seconds := config.getoption("--seconds")) is not None:
+        config.pluginmanager.register(sweeps.Deadline(config, seconds))
+
+
 def pytest_addoption(parser):
     parser.addoption("--part", type=int, choices=range(sweeps.PARTS), help="of the slow tests run this part, from 0")
+    parser.addoption("--seconds", type=float, help="begin no test after so many, and say how many were left out")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -62,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
         file, cuda = item.nodeid.partition("::")[0], item.get_closest_marker("cuda")
         if file not in begun and not cuda:
             begun.add(file)  # its first test always runs, so that no file waits for a sweep
-        elif not sweeps.always_runs(item.nodeid):
+        elif not (sweeps.always_runs(item.nodeid) or item.get_closest_marker("kept")):
             item.add_marker(pytest.mark.slow)
     part = config.getoption("--part")
     if part is not None:

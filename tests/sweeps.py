@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -34,7 +35,7 @@ def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
 
 
 PARTS = 12  # of the slow tests
-ONE_IN = 8  # of the tests that are marked sampled always runs
+ONE_IN = 16  # of the tests that are marked sampled always runs
 
 
 def part(nodeid: str) -> int:
@@ -45,3 +46,30 @@ def part(nodeid: str) -> int:
 def always_runs(nodeid: str) -> bool:
     """Whether a test that is marked sampled runs with the others; likewise the same in every run."""
     return zlib.crc32(nodeid.encode()) // 16 % ONE_IN == 0  # by other bits than `part`
+
+
+class Deadline:
+    """A plugin: once `seconds` have passed since the run began, it begins no test and prints how many it left out."""
+
+    def __init__(self, config: pytest.Config, seconds: float):
+        self.config, self.seconds, self.left = config, seconds, 0
+        self.end = time.monotonic() + seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        if time.monotonic() < self.end:
+            return None
+        self.left += 1
+        return True  # as if it had run
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["left"] = self.left
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.left += getattr(node, "workeroutput", {}).get("left", 0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.left and not hasattr(self.config, "workeroutput"):
+            terminalreporter.section(f"{self.left} tests were left out, since {self.seconds:g} seconds had passed")

@@ -43,7 +43,8 @@ class Call:
 
 
 def work(rank: int, size: int, device: str, folder: Path, pipe: Connection, parent: int) -> None:
-    """Is one rank: takes calls and answers each with None or a traceback, as long as its parent lives."""
+    """Is one rank: takes calls and answers each with None or a traceback, and its processor time since the last one, as
+    long as its parent lives."""
     import torch
     import torch.distributed as dist
 
@@ -62,18 +63,20 @@ def work(rank: int, size: int, device: str, folder: Path, pipe: Connection, pare
         "nccl" if gpu else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size,
         timeout=timedelta(seconds=SECONDS), device_id=gpu,
     )  # fmt: skip
+    spent = 0.0
     while True:
         while not pipe.poll(1):
             if os.getppid() != parent:
                 os._exit(1)
-        call = pipe.recv()
+        call, wrong = pipe.recv(), None
         try:
             module, name = call.function.split(":")
             made = getattr(importlib.import_module(module), name)(rank, {"data": dist.group.WORLD}, *call.given)
             torch.save(made, call.result(rank))
-            pipe.send(None)
         except BaseException:
-            pipe.send(traceback.format_exc())
+            wrong = traceback.format_exc()
+        before, spent = spent, sum(os.times()[:4])
+        pipe.send((wrong, spent - before))
 
 
 class World:
@@ -82,6 +85,7 @@ class World:
     def __init__(self, size: int, device: str, folder: Path):
         folder.mkdir(parents=True)
         self.folder, self.pipes, self.jobs = folder, [], []
+        self.spent = 0.0  # seconds of processor time
         context: Any = get_context("spawn" if device == "cuda" else "fork")  # CUDA does not outlive a fork
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -105,7 +109,8 @@ class World:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    said = pipe.recv()
+                    said, seconds = pipe.recv()
+                    self.spent += seconds
                 except (EOFError, OSError):
                     said = self.death(rank)
                 if said:
@@ -137,7 +142,7 @@ class World:
 
 def serve(folder: Path, tests: int) -> None:
     worlds: dict[tuple[int, str], World] = {}
-    started = 0
+    started, counted = 0, 0.0
 
     def look(*_: Any) -> None:
         try:
@@ -163,9 +168,13 @@ def serve(folder: Path, tests: int) -> None:
                 if key not in worlds:
                     started += 1
                     worlds[key] = World(*key, folder / f"{call.device}-{call.size}-{started}")
-                if wrong := worlds[key].run(call):
+                world = worlds[key]
+                before, wrong = world.spent, world.run(call)
+                if wrong:
                     worlds.pop(key).end()
-                asked.send(wrong)
+                own = sum(os.times()[:2])  # without the ranks that ended
+                asked.send((wrong, world.spent - before + own - counted))
+                counted = own
             except (EOFError, OSError):
                 traceback.print_exc()  # who asked has gone, or no process can start
             finally:

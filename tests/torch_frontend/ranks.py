@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import budget
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,9 +53,10 @@ class Pool:
         with self._connect() as pool:
             pool.send(call)
             try:
-                wrong = pool.recv()
+                wrong, seconds = pool.recv()
             except EOFError:
                 raise RankError(f"the pool ended\n{self._log.read_text(errors='replace')[-8000:]}") from None
+        budget.elsewhere += seconds
         if wrong:
             raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in sorted(wrong.items())))
         return self._results(call)

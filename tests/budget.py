@@ -1,0 +1,68 @@
+"""Processor time of tests: each one's own and of the programs that it waited for, with its setup and teardown.
+
+At the end of a run the total is printed, and the tests that took the most. A test above SECONDS that no row of
+EXCEPTIONS allows is named. It does not fail: the same test takes twice the time on a slower or busier processor, and
+what a session's first test starts (Inductor's compiler, a pool of ranks, a fixture of the session) counts as its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+SECONDS = 5.0  # of processor time a test
+SHOWN = 20
+EXCEPTIONS: dict[str, str] = {}  # beginnings of ids, and why
+elsewhere = 0.0  # seconds of programs that nobody here waits for, which answered how long they took
+
+
+def used() -> float:
+    """Returns the seconds of this process, of the children that it waited for, and those that `elsewhere` counts."""
+    return sum(os.times()[:4]) + elsewhere
+
+
+class Budget:
+    """The plugin. A worker measures and its reports carry the times; the run's own process adds and prints them."""
+
+    def __init__(self, config: pytest.Config):
+        self.config, self.at, self.others = config, 0.0, 0.0
+        self.by_test: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logstart(self) -> None:
+        self.at = used()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now = used()
+        report.user_properties.append(("processor", now - self.at))
+        self.at = now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.by_test[report.nodeid] += sum(seconds for name, seconds in report.user_properties if name == "processor")
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["processor"] = used()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.others += getattr(node, "workeroutput", {}).get("processor", 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if hasattr(self.config, "workeroutput") or not self.by_test:
+            return
+        tests = sorted(self.by_test.items(), key=lambda each: -each[1])
+        own = sum(os.times()[:2]) if self.others else used()  # workers are children that have ended by now
+        said = terminalreporter
+        said.section("processor time")
+        said.line(f"{(self.others + own) / 60:.1f} minutes, {sum(self.by_test.values()) / 60:.1f} of them in tests")
+        for name, seconds in tests[:SHOWN]:
+            said.line(f"{seconds:6.1f} s  {name}")
+        for name, seconds in tests:
+            if seconds > SECONDS and not name.startswith(tuple(EXCEPTIONS)):
+                said.line(f"above {SECONDS:g} s: {name} took {seconds:.1f} s", yellow=True)
