@@ -53,6 +53,7 @@ def mesh(*args: Any) -> jax.sharding.Mesh:
     return program.mesh_of(program.arguments([*map(str, args)]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's, of a file that is damaged
 def test_a_killed_run_resumes_bit_for_bit(tiny, tmp_path):
     """A run that stops after its checkpoint of step 2 and is resumed has the losses of one that did not stop."""

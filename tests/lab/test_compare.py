@@ -63,6 +63,7 @@ def test_it_passes_and_writes_report_and_results(good):
     assert all(row["differing"] == 0 for row in results["replay"])
 
 
+@pytest.mark.slow  # of the whole comparisons one runs with the tests
 def test_delayed_scaling_passes_and_shows_its_scales(delayed):
     status, out = delayed
     results = json.loads((out / "results.json").read_text())
@@ -101,6 +102,7 @@ def test_a_single_pair_is_called_so(good):
     assert "A single pair for each framework" in html and "95 %" not in html
 
 
+@pytest.mark.slow  # test_seeds.py has the verdicts and intervals
 def test_several_seeds_are_judged_by_the_interval_of_the_mean(good, text, tmp_path):
     status, out = compared("fp8-block", text, tmp_path, "--seeds", "3")
     results = json.loads((out / "results.json").read_text())
@@ -162,20 +164,16 @@ def test_the_first_payloads_are_equal_and_the_parting_op_is_named(good):
     assert first["step"] == 0 and first["kind"] in {row["kind"] for row in results["framework_ops"]}
 
 
+@pytest.mark.slow  # diff/test_corrupted_scale.py finds such a scale in less time
 @pytest.mark.parametrize(
     ("framework", "recipe"),
     [
         ("jax", "nvfp4"),
-        *[
-            pytest.param(*p, marks=pytest.mark.slow)
-            for p in (
-                ("torch", "fp8-delayed"),
-                ("torch", "fp8-block"),
-                ("jax", "mxfp8"),
-                ("torch", "nvfp4"),
-                ("jax", "fp8-delayed"),
-            )
-        ],
+        ("torch", "fp8-delayed"),
+        ("torch", "fp8-block"),
+        ("jax", "mxfp8"),
+        ("torch", "nvfp4"),
+        ("jax", "fp8-delayed"),
     ],
 )
 def test_a_corrupted_scale_fails_the_precision_check(text, tmp_path, framework, recipe, capsys):

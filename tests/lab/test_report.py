@@ -9,6 +9,8 @@ import pytest
 from diptych.lab import report
 from diptych.lab.cli import main
 
+pytestmark = pytest.mark.slow  # another whole comparison; test_compare.py checks the report of one with the tests
+
 TINY = [
     *("--width", "32", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "2", "--steps", "4"),
     *("--eval-every", "2", "--eval-batches", "1", "--no-compile", "--trace-steps", "2", "--quiet", "--threads", "1"),

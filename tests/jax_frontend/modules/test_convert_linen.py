@@ -63,6 +63,7 @@ def products(model, variables, *args, **kwargs):
     return len(tools.eqns(jaxpr, "diptych_gemm"))
 
 
+@pytest.mark.slow  # test_convert_nnx.py trains such a model with the tests
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     "model, x, loss_of",

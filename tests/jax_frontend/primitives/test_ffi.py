@@ -92,7 +92,7 @@ def test_importing_is_quick(tmp_path, monkeypatch):
     clock = "import time; clock = time.process_time; start = clock()\n"
     code = clock + "import jax, numpy; after = clock(); import diptych.jax; print((clock() - after) / (after - start))"
     run(code)  # writes the bytecode
-    assert min(float(run(code)) for _ in range(4)) < 0.4
+    assert any(float(run(code)) < 0.4 for _ in range(4))
 
 
 def test_torch_is_not_imported():

@@ -7,6 +7,7 @@ import itertools
 
 import jax
 import pytest
+from sweeps import others_slow
 
 from benchmarks import room
 from benchmarks.cases import Case
@@ -25,15 +26,16 @@ def case(layout: str, *names: str) -> Case:
     return Case("sharded", layout, (2, 32, 512), names)
 
 
-def test_every_layout_is_measured():
-    for layout in sharded.LAYOUTS:
-        alone, spread, missing = sharded.rows(case(layout, "fp8-current", "no recipe"), {})
-        assert (alone["name"], spread["name"]) == ("fp8-current one GPU", "fp8-current")
-        assert missing["name"] == "no recipe" and "no recipe" in missing["failed"]
-        assert spread["difference"] == 0 and spread["gradients"] < 0.01
-        assert min(alone["us"], spread["us"], spread["GiB"]) > 0
+@pytest.mark.parametrize("layout", others_slow(sharded.LAYOUTS, ("FSDP",)))
+def test_every_layout_is_measured(layout):
+    alone, spread, missing = sharded.rows(case(layout, "fp8-current", "no recipe"), {})
+    assert (alone["name"], spread["name"]) == ("fp8-current one GPU", "fp8-current")
+    assert missing["name"] == "no recipe" and "no recipe" in missing["failed"]
+    assert spread["difference"] == 0 and spread["gradients"] < 0.01
+    assert min(alone["us"], spread["us"], spread["GiB"]) > 0
 
 
+@pytest.mark.slow
 def test_other_results_are_a_failure(monkeypatch):
     calls = itertools.count(1)
     monkeypatch.setattr(sharded, "compact", lambda results: (jax.numpy.float32(next(calls)),) * 2)

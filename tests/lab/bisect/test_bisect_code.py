@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 from bisect_models import WIDTH
 from bisect_tools import of, shown
+from sweeps import others_slow
 
 run = functools.partial(bisect_tools.run, module="bisect_code_models")
 
 
-def test_one_tensor_that_is_several_arguments_stays_one(files, tmp_path, capsys):
-    for b, first in (("attention_heads", "att[0]"), ("attention_between", "att[0]")):
-        assert run("attention_right", b, files / "rows.npz", "--out", tmp_path / "show.py") == 1
-        output = capsys.readouterr().out
-        assert of(output) == (first, True)
-        # Had the module got several tensors, its products would be others, and the first of them would be named.
-        assert "whose result B does not have: result:att/matmul.out" in output
-        assert "  B has instead: matmul(" in output and "\n    of other operands: a differs (" in output
-        assert "return module(y0, y0, y0" in (tmp_path / "show.py").read_text()
-        assert shown(tmp_path / "show.py") > 1e-3
+@pytest.mark.parametrize("b", others_slow(("attention_heads", "attention_between"), ("attention_heads",)))
+def test_one_tensor_that_is_several_arguments_stays_one(b, files, tmp_path, capsys):
+    assert run("attention_right", b, files / "rows.npz", "--out", tmp_path / "show.py") == 1
+    output = capsys.readouterr().out
+    assert of(output) == ("att[0]", True)
+    # Had the module got several tensors, its products would be others, and the first of them would be named.
+    assert "whose result B does not have: result:att/matmul.out" in output
+    assert "  B has instead: matmul(" in output and "\n    of other operands: a differs (" in output
+    assert "return module(y0, y0, y0" in (tmp_path / "show.py").read_text()
+    assert shown(tmp_path / "show.py") > 1e-3
 
 
 def test_a_tensor_that_is_put_in_place_of_one_is_one(files, tmp_path, capsys):
@@ -59,27 +60,30 @@ def test_outputs_of_jax_that_traces_cannot_hold_are_named(files, capsys):
     assert "others: mix (complex64)" in output
 
 
-def test_recurrences_with_structures_as_arguments(tmp_path, capsys):
+RECURRENT = {
+    "recurrent_right": (),
+    "recurrent_order": (
+        'model.cell["h"]',
+        'its input [1]["h"] is the same',
+        "The module itself",
+        "model.cell/mul.out",
+        "of other operands: a differs",
+    ),
+    "recurrent_gate": ('model.cell["h"]', "argument gated of model.cell is True in A, False in B"),
+    "recurrent_second": ("model.cell.ih#1", "That code is in model in A, model in B", "No single operation"),
+}
+
+
+@pytest.mark.parametrize("b", others_slow(RECURRENT, ("recurrent_order",)))
+def test_recurrences_with_structures_as_arguments(b, tmp_path, capsys):
     x = np.random.default_rng(0).standard_normal((4, 2, WIDTH), np.float32)
     np.savez(tmp_path / "x.npz", x=x)
-    said = {
-        "recurrent_right": (),
-        "recurrent_order": (
-            'model.cell["h"]',
-            'its input [1]["h"] is the same',
-            "The module itself",
-            "model.cell/mul.out",
-            "of other operands: a differs",
-        ),
-        "recurrent_gate": ('model.cell["h"]', "argument gated of model.cell is True in A, False in B"),
-        "recurrent_second": ("model.cell.ih#1", "That code is in model in A, model in B", "No single operation"),
-    }
-    for b, texts in said.items():
-        assert run("recurrent_right", b, tmp_path / "x.npz", "--out", tmp_path / "show.py") == bool(texts)
-        output = capsys.readouterr().out
-        assert all(text in output for text in texts), output
-        if texts:
-            assert shown(tmp_path / "show.py") > 1e-3
+    texts = RECURRENT[b]
+    assert run("recurrent_right", b, tmp_path / "x.npz", "--out", tmp_path / "show.py") == bool(texts)
+    output = capsys.readouterr().out
+    assert all(text in output for text in texts), output
+    if texts:
+        assert shown(tmp_path / "show.py") > 1e-3
 
 
 def test_fields_of_arguments_are_inputs(files, capsys):

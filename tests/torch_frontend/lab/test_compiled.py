@@ -298,6 +298,7 @@ def test_recorded_operations_of_compiled_code_replay_in_jax(tmp_path):
         assert main(["replay", str(tmp_path / "t"), site, "--framework", "jax"]) == 0
 
 
+@pytest.mark.slow  # test_capture_compiled.py captures Inductor's code in less time
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor(tmp_path, recipe, dtype):
