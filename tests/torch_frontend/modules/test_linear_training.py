@@ -113,7 +113,8 @@ def test_weight_caching(name):
 @pytest.mark.parametrize("flag", ("is_first_microbatch", "skip_weight_update"))
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_a_weight_kept_in_inference_mode_serves_training(name, flag):
-    """As one that is kept without grad mode, which inference tensors would not: autograd cannot save them."""
+    """A weight that the first microbatch keeps in inference mode serves training, as one kept under no_grad does: its
+    copies are ordinary tensors, which autograd can save."""
     recipe, found = NAMED[name], []
     for off in (torch.inference_mode, torch.no_grad):
         layer, x = layers.layer(), layers.x_for(recipe, 16).requires_grad_()

@@ -132,20 +132,23 @@ def test_in_backwards_threads(cuda, kind, name):
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_a_block_outside_of_regions_stays_outside(reentrant):
-    """The same layer runs quantized after the checkpoint; a fused module's own checkpoint is of the same kind."""
+    """A layer that runs outside of regions in a checkpoint, and quantized after it, has the plain run's bits. So has a
+    fused module that checkpoints itself, alone and inside of torch's checkpoint."""
     for recipe in (Float8CurrentScaling(), layers.DELAYED):
         found = []
-        for run in (lambda fn, x: fn(x), functools.partial(checkpoint, use_reentrant=reentrant)):
+        torchs = functools.partial(checkpoint, use_reentrant=reentrant)
+        for run, own in ((lambda fn, x: fn(x), False), (lambda fn, x: fn(x), True), (torchs, False), (torchs, True)):
             torch.manual_seed(0)
-            layer = dt.prepare(dt.LayerNormMLP(96, 64, checkpoint=run is not None), recipe)
+            layer = dt.prepare(dt.LayerNormMLP(96, 64, checkpoint=own), recipe)
             x = normal("x", (16, 96)).requires_grad_()
             h = run(layer, x)
             with dt.autocast(recipe=recipe):
                 y = layer(h)
             y.square().mean().backward()
             found.append([x.grad, *[p.grad for p in layer.parameters()]])
-        for a, b in zip(*found, strict=True):
-            same(a, b)
+        for other in found[1:]:
+            for a, b in zip(found[0], other, strict=True):
+                same(a, b)
 
 
 class Again(torch.autograd.Function):

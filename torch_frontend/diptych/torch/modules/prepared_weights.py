@@ -107,8 +107,8 @@ class PreparedLayers:
 
 
 class PreparedWeights:
-    """What `prepare_weights` returns: `nbytes` of copies are held now; `drop` frees them until the next step; `remove`
-    ends the preparation and frees them."""
+    """A preparation that `prepare_weights` has begun. `nbytes` of copies are held now; `drop` frees them until the next
+    step; `remove` ends the preparation and frees them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0

@@ -390,7 +390,8 @@ def adopt() -> None:
     AT_ENTRY[_DYNAMO] = _skip_frames
 
 
-_ENTERED = (region, enter_region, Taped.__call__, Taping.__enter__, PlayingBack.__enter__, PlayingBack.__exit__)
+_CONTEXTS = (Taping, PlayingBack, _Both)
+_ENTERED = (region, enter_region, Taped.__call__, *[c.__enter__ for c in _CONTEXTS], *[c.__exit__ for c in _CONTEXTS])
 _frames = [function.__code__ for function in _ENTERED]
 
 
