@@ -161,14 +161,36 @@ def test_a_graph_made_by_another_block_gives_eagers_bits():
         assert torch.equal(a, b), i
 
 
-def test_blocks_compiled_apart_draw_random_bits_of_their_own():
-    """torch undoes what is drawn while it compiles, so that each block would begin with the same seed."""
-    model = model_of(KINDS["Linear"], RECIPES["nvfp4"], "none")
-    compile_each(model)
-    with dt.autocast(recipe=RECIPES["nvfp4"]):
-        for block in model:
-            block(torch.randn(32, 64).bfloat16())  # the first needs no gradient of x, so do all
-    assert len({tuple(block.get_buffer("rng_state").tolist()) for block in model}) == BLOCKS
+@pytest.mark.parametrize("how", ["whole", "each", "broken"])
+def test_seeds_are_those_that_eager_calls_draw(how):
+    """torch undoes what is drawn while it compiles. Modules that draw seeds then, compiled together, apart or between
+    breaks of the graph, have eager's all the same, and so have equal modules that a guard gives states; the program's
+    own random numbers go on from there."""
+    eager = nn.Sequential(dt.LayerNormMLP(64, 64), dt.LayerNormLinear(64, 64), dt.Linear(64, 64), dt.Linear(64, 64))
+    eager.to(torch.bfloat16)
+
+    def broken(x: torch.Tensor, model: nn.Sequential) -> torch.Tensor:
+        for i, layer in enumerate(model):
+            if i % 2:
+                torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+    calls: dict[str, Any] = {"each": lambda x, model: model(x), "whole": lambda x, model: model(x), "broken": broken}
+    call = calls[how] if how == "each" else torch.compile(calls[how], backend="aot_eager", fullgraph=how == "whole")
+    found = []
+    for run in (lambda x, model: model(x), call, call):  # the last one's states are made by guards
+        model = copy.deepcopy(eager)
+        if run is call and how == "each":
+            compile_each(model)
+        torch.manual_seed(7)
+        with dt.autocast(recipe=RECIPES["nvfp4"]):
+            y = run(torch.randn(32, 64).bfloat16(), model)
+        states = [layer.get_buffer("rng_state").tolist() for layer in model]
+        found.append((states, torch.rand(1).item(), y.tolist()))
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(state) for state in found[0][0]}) == len(eager)
+    assert torch._dynamo.callback.callback_handler.end_callbacks == []
 
 
 @pytest.mark.parametrize("name", [name if name == "delayed" else slow(name) for name in RECIPES])
@@ -178,9 +200,9 @@ def test_guards_look_and_make_nothing_where_all_is_there(kind, name, monkeypatch
     made: list[str] = []
     prepare = dt.QuantizedModule._prepare
 
-    def counted(self: Any, recipe: Any, layer: str, device: Any) -> None:
+    def counted(self: Any, recipe: Any, layer: str, *rest: Any) -> None:
         made.append(layer)
-        prepare(self, recipe, layer, device)
+        prepare(self, recipe, layer, *rest)
 
     monkeypatch.setattr(dt.QuantizedModule, "_prepare", counted)
     model = model_of(KINDS[kind], RECIPES[name], "none").eval()

@@ -173,9 +173,9 @@ class Capture:
         self._armed.close()
         self._quiet = True
         try:
-            plain = plain_bits.bits(self._model, run, self._warn)
+            plain = plain_bits.bits(self._model, run)
             with self._attached():
-                same = plain_bits.bits(self._model, run, self._warn) == plain
+                same = plain_bits.bits(self._model, run) == plain
                 if not self._began:
                     raise RuntimeError("capture: check() ran no module of the model")
         finally:

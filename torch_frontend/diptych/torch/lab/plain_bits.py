@@ -17,31 +17,21 @@ from torch import Tensor, nn
 
 from diptych.lab.diff.names import few
 from diptych.torch.lab import statistics, structures, taps
-from diptych.torch.modules import tracing
 from diptych.torch.state.autocast import STATE
 
 _CONTAINERS = (*structures.WRITABLE, set)
 
 
-def bits(model: nn.Module, run: Callable[[], Any], warn: Callable[[str], None]) -> dict[str, bytes]:
+def bits(model: nn.Module, run: Callable[[], Any]) -> dict[str, bytes]:
     """Returns the bits of a step's loss, and of the gradients and buffers that it leaves. The model is as before then.
 
-    **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None. `warn`: gets what
-    cannot be set back.
+    **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None.
     """
-    buffers, drawn = dict(model.named_buffers()), list(tracing._last_drawn)
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     with set_back(model), torch.random.fork_rng(devices=[d.index or 0 for d in devices]):
         for p in model.parameters():
             p.grad = None
         loss = run()
-        # torch undoes what is drawn while it compiles, and not what is drawn when the code runs again.
-        if tracing._last_drawn[0] is not drawn[0]:
-            made = [n for n, _ in model.named_buffers() if n.endswith("rng_state") and n not in buffers]
-            warn(
-                f"check() ran compiled code that made random states, and the run that follows draws others: {few(made)}"
-                "; call diptych.torch.prepare(model, recipe) before"
-            )
         found = {"loss": loss} | {f"buffer:{n}": b for n, b in model.named_buffers()}
         for name, p in model.named_parameters():
             found |= {f"grad:{name}": p.grad, f"main_grad:{name}": getattr(p, "main_grad", None)}
@@ -61,11 +51,9 @@ def set_back(model: nn.Module) -> Iterator[None]:
     known = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_inference()}
     versions = {n: p._version for n, p in known.items()}
     steps = {device: step.item() for device, step in STATE.steps.items()}  # delayed scales keep copies of them
-    drawn = list(tracing._last_drawn)  # random states that compiled code makes depend on the last one
     try:
         yield
     finally:
-        tracing._last_drawn[:] = drawn
         with torch.inference_mode():  # which may write to tensors that were made in it
             for device, step in STATE.steps.items():
                 step.fill_(steps.get(device, 0))

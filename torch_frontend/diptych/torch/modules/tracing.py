@@ -29,12 +29,14 @@ from diptych.torch.state.autocast import STATE
 class _Ready:
     """Makes the states of a module that runs a graph of `recipe`, which was traced in a region of `entered`."""
 
-    def __init__(self, module: Any, recipe: Any, layer: str, device: torch.device, record: bool) -> None:
+    def __init__(self, module: Any, recipe: Any, layer: str, device: torch.device, record: bool, seeds: _Seeds) -> None:
         self.kind, self.name, self.own = type(module), module.name, module.recipe
         self.recipe, self.device, self.entered, self.record = recipe, device, STATE.recipe, record
         self.layers = tuple(dict.fromkeys((*module.layers, layer)))
         self.plans = self._plans(module)
         self.needs_rng = any([plan.needs_rng for plan in self.plans.values()])
+        self.seeds, self.place = seeds, seeds.places
+        seeds.places += 1
 
     def _plans(self, module: Any) -> dict[str, LinearPlan]:
         kind, recipe = module.module_kind, self.recipe
@@ -43,11 +45,12 @@ class _Ready:
     def make(self, module: Any) -> None:
         """Makes the missing states, and replaces those of another recipe."""
         unseeded = self.needs_rng and "rng_state" not in module._buffers
+        before = torch.random.get_rng_state() if unseeded else None
         with torch.inference_mode(False), torch.no_grad():
             for layer in self.layers:
                 module._prepare(self.recipe, layer, self.device, self.record)
-            if unseeded:
-                _keep_apart(module._buffers["rng_state"])
+            if before is not None:
+                self.seeds.drawn(self.place, module._buffers["rng_state"], before)
         self.plans = self._plans(module)  # the plans by identity, as the states are bound to them now
         self.served = {layer: self._serve(module, layer) for layer in self.layers}
 
@@ -92,10 +95,13 @@ class _Ready:
 def make_states(context: Any) -> None:
     """Runs where Dynamo traces `QuantizedModule._compiled_states`."""
     names = ("self", "recipe", "layer", "device", "record")
-    module, *call = [traced_local(context, name) for name in names]
-    ready = _Ready(module, *call)
-    before = _names(module)
+    module, recipe, layer, device, record = [traced_local(context, name) for name in names]
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    ready = _Ready(module, recipe, layer, device, record, vars(output).setdefault("_seeds_of_diptych", _Seeds()))
+    before, seeded = _names(module), "rng_state" in module._buffers
     ready.make(module)
+    if ready.needs_rng and not seeded:
+        _keep_drawn()
     if _names(module) != before:
         _forget(context, module)
     if ready.needs_rng or any([plan.states for plan in ready.plans.values()]):
@@ -132,12 +138,47 @@ def _forget(context: Any, module: nn.Module) -> None:
                 output.variable_tracker_cache.pop(seen.source, None)
 
 
-_last_drawn: list[Any] = [None, 0]
+# --- seeds ------------------------------------------------------------------------------------------------
 
 
-def _keep_apart(rng: Tensor) -> None:
-    """Moves a module's random state to an own part of its stream if the last module drew the same seed: torch undoes
-    draws that happen while it compiles."""
-    words = rng[:2].tolist()
-    _last_drawn[:] = [words, _last_drawn[1] + 1 if words == _last_drawn[0] else 0]
-    rng.view(torch.int64)[1] += _last_drawn[1] << 40
+class _Seeds:
+    """Gives the modules of one graph the seeds that eager calls draw for them.
+
+    Modules draw in the order of their calls, and guards run in an order that torch changes. So seeds that the guards of
+    a graph draw one after the other, with no other draw between them, are dealt out anew by the modules' places in it.
+    """
+
+    def __init__(self) -> None:
+        self.places = 0
+        self.after: Tensor | None = None  # state of torch's CPU generator after the last draw
+        self.words: list[Tensor] = []  # in the order of draws
+        self.states: list[tuple[int, Tensor, int]] = []  # place, random state and its version
+
+    def drawn(self, place: int, rng: Tensor, before: Tensor) -> None:
+        """Takes a random state that was just drawn. `before`: the generator's state before that."""
+        if (
+            self.after is None
+            or not torch.equal(self.after, before)
+            or any([r._version != v for _, r, v in self.states])
+        ):
+            self.words, self.states = [], []
+        self.after = torch.random.get_rng_state()
+        self.words.append(rng.clone())
+        held = sorted([(place, rng), *[(p, r) for p, r, _ in self.states]], key=lambda state: state[0])
+        for (_, r), words in zip(held, self.words, strict=True):
+            r.copy_(words)
+        self.states = [(p, r, r._version) for p, r in held]
+
+
+def _keep_drawn() -> None:
+    """Keeps torch's CPU generator where drawing a seed has left it. torch sets it back to where it was before the
+    frame was traced; then the modules of the next frame would draw the same seeds again."""
+    from torch._dynamo.callback import callback_handler
+
+    drawn = torch.random.get_rng_state()
+
+    def set_again(_: Any) -> None:
+        torch.random.set_rng_state(drawn)
+        callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c is not set_again]
+
+    callback_handler.register_end_callback(set_again)
