@@ -53,10 +53,10 @@ class Pool:
         with self._connect() as pool:
             pool.send(call)
             try:
-                wrong, seconds = pool.recv()
+                wrong, spent = pool.recv()
             except EOFError:
                 raise RankError(f"the pool ended\n{self._log.read_text(errors='replace')[-8000:]}") from None
-        budget.elsewhere += seconds
+        budget.elsewhere += spent
         if wrong:
             raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in sorted(wrong.items())))
         return self._results(call)
