@@ -27,7 +27,6 @@ SMALL = (
     Case("fused", "gradient of norm", (128, 256)),
     Case("linear", "Linear", (128, 128, 256), ("fp8-current",)),
     Case("linear", "GroupedLinear", (4, 128, 128, 256), ("mxfp8",)),
-    Case("several", "gathers", (1, 32, 512)),
     Case("several", "reductions", (1, 32, 512)),
     Case("permute", "index", (128, 256, 8, 2)),
     Case("permute", "quantize both", (128, 256, 8, 2), ("mxfp8_e4m3",)),
@@ -37,7 +36,7 @@ SMALL = (
     Case("lab", "page", (2, 5)),
     Case("captures", "ops", (1 << 16,), MEASURES),
 )
-LONG = (  # "gathers" of bf16 alone runs most of their code
+LONG = (  # "reductions" starts the ranks, too
     Case("several", "gathers", (1, 32, 512), ("fp8-current",)),
     Case("several", "tensor parallel", (2, 32, 512), ("fp8-current",)),
     Case("several", "weak scaling", (1, 32, 512), ("mxfp8",)),

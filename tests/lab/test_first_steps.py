@@ -17,7 +17,7 @@ from diptych.lab.replay.recorded import Recorded, operations
 from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Trace, TraceError
 
-RECIPE = pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed", "fp8-block", "mxfp8")))
+RECIPE = pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed", "fp8-block")))
 PAIR = [require(name, "cpu") for name in ("torch", "jax")]
 
 

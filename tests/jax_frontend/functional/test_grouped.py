@@ -67,6 +67,7 @@ def test_each_tensor_of_a_stack_has_the_bits_that_it_has_alone(device, fmt):
             assert (q.shape, q.dtype, len(q)) == (x.shape, dtype, len(x)), str(case)
 
 
+@pytest.mark.sampled
 @tools.KIND
 def test_a_stack_is_its_tensors(kind):
     """Eagerly, compiled, as bytes, one by one, as values; and one of no tensors."""

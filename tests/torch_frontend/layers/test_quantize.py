@@ -80,6 +80,7 @@ def _cells() -> list[Any]:
     return cells
 
 
+@pytest.mark.sampled  # test_compiled_matrix.py has each module with each recipe
 @pytest.mark.parametrize(("kind", "name"), _cells())
 def test_graphs(kind, name):
     """Nodes of graphs make the same bits as eager calls."""

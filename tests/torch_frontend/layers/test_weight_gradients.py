@@ -241,6 +241,7 @@ CELLS = [pytest.param(name, kind, id=f"{kind}-{name}", marks=() if (i + j) % len
          for i, name in enumerate(RECIPE_NAMES) for j, kind in enumerate(MODULES)]  # fmt: skip
 
 
+@pytest.mark.sampled  # test_compiled_matrix.py has each module with each recipe
 @pytest.mark.parametrize(("name", "kind"), CELLS)
 def test_compiled_main_grad(name, kind):
     """With the tests each recipe in one module; the other cells wait for a long sweep."""

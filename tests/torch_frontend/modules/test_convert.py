@@ -212,6 +212,7 @@ LLAMAS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "tied"), LLAMAS)
 def test_a_hugging_face_llama_trains(name, tied):
     """The loss falls as it does in high precision, and a state dict goes into another converted model."""

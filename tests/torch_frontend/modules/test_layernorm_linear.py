@@ -155,6 +155,7 @@ def test_backward_keeps_x_and_originals_or_quantized_copies(originals):
     assert (floats, payloads) == ((norm + 96 + parameters, 0) if originals else (norm, copies))  # 96: beta
 
 
+@pytest.mark.sampled  # test_compiled_matrix.py has each module with each recipe
 @pytest.mark.parametrize("name", STATELESS)
 def test_compiled_is_eager(name, device):
     module = linear(device=device, normalization="RMSNorm")

@@ -157,6 +157,7 @@ def test_outside_of_regions(options, device):
     torch.testing.assert_close(got["0 y0"], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled  # test_compiled_matrix.py has each module with each recipe
 @pytest.mark.parametrize("name", STATELESS)
 def test_compiled_is_eager(name, device):
     module = mlp(device=device, activation="swiglu")

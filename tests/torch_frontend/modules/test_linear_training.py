@@ -328,6 +328,7 @@ def _options():
     }
 
 
+@pytest.mark.sampled  # test_compiled_matrix.py has each module with each recipe
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("option", _options())
 def test_options_compile(option, backend):

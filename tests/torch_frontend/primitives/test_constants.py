@@ -124,6 +124,7 @@ def test_custom_quantizers(kind, device):
     same(one.rowwise_data, want.rowwise_data)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("kind", CUSTOM)
 def test_custom_quantizers_compile(kind, backend):
