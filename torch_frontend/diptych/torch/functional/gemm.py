@@ -11,6 +11,7 @@ from diptych.common.errors import UnsupportedError
 from diptych.common.gemm_options import DEFAULTS, GemmOptions
 from diptych.common.ops import shapes
 from diptych.torch.graph.custom_op import IN_HIGH_PRECISION
+from diptych.torch.graph.engine import asked
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import (
     Copy,
@@ -86,6 +87,7 @@ class _Gemm(torch.autograd.Function):
         options: GemmOptions,
     ) -> Tensor:
         side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
+        operands = (("a", a), ("b", b), ("bias", bias))
         saved: list[Tensor] = []
         specs = []
         for arg, q, side, wanted in (("a", a, side_a, b.requires_grad), ("b", b, side_b, a.requires_grad)):
@@ -95,27 +97,33 @@ class _Gemm(torch.autograd.Function):
                 specs.append(None)
         ctx.save_for_backward(*saved)
         ctx.specs, ctx.options = specs, (trans_a, trans_b, alpha)
+        ctx.edges = tuple([(n, i) for i, (n, t) in enumerate(operands) if t is not None and t.requires_grad])
         ctx.forms = ((a.shape, a.dtype), (b.shape, b.dtype), None if bias is None else bias.dtype)
         d = gemm_ops.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, options)
         return d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], trans_a))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        now = ("a", "b", "bias")
         if not torch.compiler.is_compiling():
             refuse_second_derivative("gemm", IN_HIGH_PRECISION)
+            part = asked(ctx, ctx.edges)  # a compiled graph's backward is one node
+            now = now if part is None else part
         saved = list(ctx.saved_tensors)
         trans_a, trans_b, alpha = ctx.options
         (a_shape, a_dtype), (b_shape, b_dtype), bias_dtype = ctx.forms
-        a, b = [None if spec is None else values(unpack(spec, saved), dy.dtype) for spec in ctx.specs]
+        a, b = [None if spec is None else unpack(spec, saved) for spec in ctx.specs]
         da = db = dbias = None
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
+        if bias_dtype is not None and ctx.needs_input_grad[2] and "bias" in now:
             dbias = gemm_ops.bias_grad(dy, bias_dtype)
         dy = dy.reshape(shapes.rows_cols(dy.shape))
         with torch.amp.autocast(dy.device.type, enabled=False):
-            if b is not None:
+            if b is not None and "a" in now:
+                b = values(b, dy.dtype)
                 op_b = b if trans_b else b.t()  # transposed: [N, K]
                 da = _scaled(op_b.t() @ dy.t() if trans_a else dy @ op_b, alpha).to(a_dtype).view(a_shape)
-            if a is not None:
+            if a is not None and "b" in now:
+                a = values(a, dy.dtype)
                 op_a = a.t() if trans_a else a  # [M, K]
                 db = _scaled(dy.t() @ op_a if trans_b else op_a.t() @ dy, alpha).to(b_dtype).view(b_shape)
         return da, db, dbias, None, None, None, None, None

@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.graph import flops
+from diptych.torch.graph.engine import asked
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_sizes, take, take_output, take_sizes
@@ -66,7 +67,10 @@ class CustomOp:
     (arguments, needs, saved, grads) -> a gradient for each field in `gradients`, in its order. `keeps`: (arguments,
     needs) -> names of the fields that backward reads; None: none. `gradients`: (arguments, needs) -> names of the
     fields that get a gradient, all of `needs` where None. `remedy`: what the refusal of a second derivative ends with.
-    `forward_replay`, `backward_replay`: what forward and backward get -> the `Replay` of an eager call; see `program`.
+    `parts`: backward, and `backward_replay`, get a fifth argument, `asked`: those of `needs` whose gradients the engine
+    asks for in this pass, as for `autograd.grad(inputs=...)`, or None for all of them. It reads `saved` by `needs`, and
+    returns the gradients of `gradients(arguments, asked)`. `forward_replay`, `backward_replay`: what forward and
+    backward get -> the `Replay` of an eager call; see `program`.
 
     **Raises:** TypeError for a dataclass with a field that cannot cross.
     """
@@ -82,6 +86,7 @@ class CustomOp:
         keeps: Callable[..., tuple[str, ...]] | None = None,
         gradients: Callable[..., tuple[str, ...]] | None = None,
         remedy: str = IN_HIGH_PRECISION,
+        parts: bool = False,
         forward_replay: MakeReplay | None = None,
         backward_replay: MakeReplay | None = None,
     ) -> None:
@@ -91,7 +96,7 @@ class CustomOp:
         self.name, self.arguments = name, arguments
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
         self.forward, self.layout, self.backward = forward, layout, backward
-        self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
+        self._keeps, self._gradients, self.remedy, self.parts = keeps, gradients, remedy, parts
         recordable = getattr(arguments, "recordable", False) and [f.kind for f in self.fields if f.schema] == ["group"]
         self._programs = Programs() if recordable else None
         self._backward_programs = (
@@ -412,13 +417,15 @@ class _Memo(NamedTuple):
     """What an eager backward gets of its forward's arguments.
 
     `tensors`, `lists`: the names of those that autograd keeps. `instead`: what stands for the others. `gradients`: the
-    names of those that get a gradient. `layout`: that of the saved tensors, if they lie in one block.
+    names of those that get a gradient. `edges`: those that require one, with their places among the node's edges, if
+    its backward computes them in parts. `layout`: that of the saved tensors, if they lie in one block.
     """
 
     tensors: tuple[str, ...]
     lists: tuple[str, ...]
     instead: dict[str, Any]
     gradients: tuple[str, ...]
+    edges: tuple[tuple[str, int], ...]
     layout: Layout = ()
 
 
@@ -432,7 +439,9 @@ def _memo(op: CustomOp, arguments: Any, needs: tuple[str, ...]) -> _Memo:
             instead[name] = None if name in keeps else proto_of(t)
     instead.update({name: [] for name in op._lists})
     lists = [name for name in op._lists if name in keeps and getattr(arguments, name)]
-    return _Memo(tuple(kept), tuple(lists), instead, op.gradients(arguments, needs))
+    passed = [name for name in op.differentiable if name in instead]
+    edges = tuple([(name, passed.index(name)) for name in needs]) if op.parts and len(needs) > 1 else ()
+    return _Memo(tuple(kept), tuple(lists), instead, op.gradients(arguments, needs), edges)
 
 
 def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -472,8 +481,11 @@ def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any
                 held[name] = saved.pop(0)
             for name, length in zip(memo.lists, lengths, strict=True):
                 held[name], saved = saved[:length], saved[length:]
-            made = op.eager_backward(arguments, needs, saved, list(grads), memo.layout)
-            by_name = dict(zip(memo.gradients, made, strict=True))
+            now, gradients = None, memo.gradients
+            if memo.edges and (now := asked(ctx, memo.edges)) is not None:
+                gradients = tuple([name for name in gradients if name in now])
+            made = op.eager_backward(arguments, needs, saved, list(grads), memo.layout, now)
+            by_name = dict(zip(gradients, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
     # The name is what profilers show: of forward this, of backward "...Backward".

@@ -271,7 +271,8 @@ class EagerForward:
 class EagerBackward:
     """The eager backward of an op, (arguments, needs, saved, grads) -> gradients, likewise.
 
-    It is called with the layout of what forward saved, if that is a block.
+    It is called with the layout of what forward saved, if that is a block, and with the part of `needs` that the engine
+    asks for, None for all.
     """
 
     def __init__(self, backward: Callable[..., Any] | None, replay: MakeReplay | None) -> None:
@@ -284,15 +285,19 @@ class EagerBackward:
         saved: list[Tensor],
         grads: list[Tensor | None],
         layout: Layout = (),
+        asked: tuple[str, ...] | None = None,
     ) -> Sequence[Tensor]:
-        replay = None if self._replay is None else self._replay(arguments, needs, saved, grads)
-        call = (arguments, needs, saved, grads, layout)
+        part = () if asked is None else (asked,)
+        replay = None if self._replay is None else self._replay(arguments, needs, saved, grads, *part)
+        call = (arguments, needs, saved, grads, layout, *part)
         if replay is None:
             return self._split(*call)
         # With the rest of the key and the forms of the tensors, it decides about the layout.
-        replay = replay._replace(key=(replay.key, bool(layout)))
+        replay = replay._replace(key=(replay.key, bool(layout), asked))
         return self._programs.repeat(replay, None, self._split, *call)[0]
 
-    def _split(self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout) -> list[Tensor]:
+    def _split(
+        self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout, *part: tuple[str, ...]
+    ) -> list[Tensor]:
         assert self._backward is not None
-        return self._backward(arguments, needs, split(saved[0], layout) if layout else saved, grads)
+        return self._backward(arguments, needs, split(saved[0], layout) if layout else saved, grads, *part)

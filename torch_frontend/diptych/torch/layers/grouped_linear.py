@@ -41,10 +41,11 @@ from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies
 from diptych.torch.layers.options import Options, schedule
-from diptych.torch.layers.products import LayerArguments, finished, fprop_weight, kept_spec, result_proto, run
+from diptych.torch.layers.products import LayerArguments, finished, fprop_weight, result_proto, run
 from diptych.torch.layers.quantize import (
     STACK,
     Encoded,
+    kept_spec,
     quantize_calls,
     quantize_operand,
     quantize_weight,
@@ -191,18 +192,25 @@ def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
     return (y, *a.amax_protos(needs))
 
 
-def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+def _backward(
+    a: _Arguments,
+    needs: tuple[str, ...],
+    saved: list[Tensor],
+    grads: list[Tensor | None],
+    asked: tuple[str, ...] | None = None,
+) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
+    now = needs if asked is None else asked
+    rowwise, columnwise = quantize_calls(dy, a.schedules(needs, asked)[0].dy, options, a.rng)
     made: dict[str, Any] = {}
-    if "x" in needs:
-        w = a.kept_weight(0, s, options, saved)
+    w = a.kept_weight(0, s, options, saved, "x" in now) if "x" in needs else None
+    if "x" in now:
         left = dy if rowwise is None else rowwise
         dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.options[1])
         dx = requantized_result(dx, s.results[1], options, a.rng)
         made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
-    if "weight" in needs:
+    if "weight" in now:
         if isinstance(a.x, Tensor):
             x: Any = a.rows(s.x_late)
             x = high_precision("grouped_linear", x) if isinstance(x, Tensor) else x
@@ -215,16 +223,16 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s, options)
         sink = options.weight_grad
         made["weight"] = wgrad.compute() if sink is None else sink.accept(wgrad)
-    if "bias" in needs:
+    if "bias" in now:
         assert a.bias is not None
         made["bias"] = grouped_ops.grouped_bias_grad(dy, a.offsets, a.bias.dtype)
     a.log_amaxes()
-    return [made[name] for name in a.gradients(needs)]
+    return [made[name] for name in a.gradients(now)]
 
 
 _grouped_linear = CustomOp(
     "diptych::grouped_linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
 )  # fmt: skip
 
 

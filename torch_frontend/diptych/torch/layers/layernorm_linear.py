@@ -20,12 +20,12 @@ from diptych.torch.layers.products import (
     finished,
     fprop,
     input_gradient,
-    kept_spec,
     result_proto,
     weight_gradient,
 )
 from diptych.torch.layers.quantize import (
     Encoded,
+    kept_spec,
     quantize_calls,
     quantize_operand,
     save_for_late,
@@ -172,19 +172,26 @@ def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
     return (y, z, *a.amax_protos(needs)) if a.with_z else (y, *a.amax_protos(needs))
 
 
-def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+def _backward(
+    a: _Arguments,
+    needs: tuple[str, ...],
+    saved: list[Tensor],
+    grads: list[Tensor | None],
+    asked: tuple[str, ...] | None = None,
+) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    cut, group = options.cut, options.group
-    copies = quantize_calls(dy, gradient_calls(s.dy, cut), options, a.rng)
-    of_dgrad, of_wgrad = whole_gradients(dy, copies, s, cut, group)
+    cut, group, now = options.cut, options.group, needs if asked is None else asked
+    part = a.schedules(needs, asked)[0]
+    copies = quantize_calls(dy, gradient_calls(part.dy, cut), options, a.rng)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, part, cut, group)
     made: dict[str, Any] = {}
-    w = a.kept_weight(0, s, options, saved) if s.w_kept else None
+    w = a.kept_weight(0, s, options, saved, part.w_kept != "") if s.w_kept else None
     stats = a.kept_stats(s, saved)
-    needs_dw = "weight" in needs
+    needs_dw = "weight" in now
     z = whole_input(lambda: a.kept_normed(s, options, a.rng, stats, saved), cut, group) if needs_dw else None
     dz = None
-    if s.w_kept:
+    if part.w_kept:
         dz = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.rng, a.x.shape[-1])
         del w
     if z is not None:
@@ -194,14 +201,14 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         dz_out = grads[1] if a.with_z else None
         whole = dz.finish() if dz_out is None else dz.finish() + dz_out
         made |= a.norm_gradients(whole, stats, options)
-    if "bias" in needs:
+    if "bias" in now:
         assert a.bias is not None
         made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
     a.log_amaxes()
-    return [made[name] for name in a.gradients(needs)]
+    return [made[name] for name in a.gradients(now)]
 
 
 layernorm_linear = CustomOp(
     "diptych::layernorm_linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
 )  # fmt: skip

@@ -100,42 +100,49 @@ def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
     return (y, *a.amax_protos(needs))
 
 
-def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+def _backward(
+    a: _Arguments,
+    needs: tuple[str, ...],
+    saved: list[Tensor],
+    grads: list[Tensor | None],
+    asked: tuple[str, ...] | None = None,
+) -> list[Tensor]:
     s1, s2 = a.schedules(needs)
     fc1, fc2 = a.backward_options(needs)
     cut1, cut2, group = fc1.cut, fc2.cut, fc2.group
+    now, (part1, part2) = needs if asked is None else asked, a.schedules(needs, asked)
     dy, activation = grads[0], ActivationOptions(*a.activation)
     assert dy is not None
     h: Any = saved.pop(0) if s2.w_kept or s2.x_kept else None
-    copies = quantize_calls(dy, gradient_calls(s2.dy, cut2), fc2, a.rng2)
-    of_dgrad, of_wgrad = whole_gradients(dy, copies, s2, cut2, group)
+    copies = quantize_calls(dy, gradient_calls(part2.dy, cut2), fc2, a.rng2)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, part2, cut2, group)
     del copies
     made: dict[str, Any] = {}
-    if s2.x_kept:
+    scales, amax = saved_for_late(s2.x, s2.x_late, fc2, saved) if s2.x_kept else (None, None)
+    if part2.x_kept:
         act = _activated(h, activation, s2, s2.x_kept)
-        scales, amax = saved_for_late(s2.x, s2.x_late, fc2, saved)
         copies_a = quantize_operand(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
         made["weight2"] = weight_gradient(of_wgrad.finish(), x2, a.weight2.dtype, s2, fc2, a.rng2)
         del act, copies_a, x2
     del of_wgrad
-    if "bias2" in needs:
+    if "bias2" in now:
         assert a.bias2 is not None
         made["bias2"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias2.dtype), cut2, group, ROW)
-    if s2.w_kept:
+    if part2.w_kept:
         width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
-        of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in needs else None
+        of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in now else None
         # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
         w2 = a.kept_weight(1, s2, fc2, saved)
         da = input_gradient(of_dgrad.finish(), w2, h, s2, fc2, a.rng2, width).finish()
         del of_dgrad, w2
-        rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, s1, fc1, a.rng1, of_bias)
+        rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, part1, fc1, a.rng1, of_bias)
         del da
-        w1 = a.kept_weight(0, s1, fc1, saved) if s1.w_kept else None
+        w1 = a.kept_weight(0, s1, fc1, saved, part1.w_kept != "") if s1.w_kept else None
         stats = a.kept_stats(s1, saved)
-        z = whole_input(lambda: a.kept_normed(s1, fc1, a.rng1, stats, saved), cut1, group) if s1.x_kept else None
+        z = whole_input(lambda: a.kept_normed(s1, fc1, a.rng1, stats, saved), cut1, group) if part1.x_kept else None
         dz = None
-        if s1.w_kept:
+        if part1.w_kept:
             dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.rng1, a.x.shape[-1])
         del w1, rowwise
         if z is not None:
@@ -145,7 +152,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         if dz is not None:
             made |= a.norm_gradients(dz.finish(), stats, fc1)
     a.log_amaxes()
-    return [made[name] for name in a.gradients(needs)]
+    return [made[name] for name in a.gradients(now)]
 
 
 def _activation_gradient(
@@ -174,5 +181,5 @@ def _activation_gradient(
 
 layernorm_mlp = CustomOp(
     "diptych::layernorm_mlp", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
 )  # fmt: skip

@@ -22,7 +22,6 @@ from diptych.torch.layers.products import (
     finished,
     fprop,
     input_gradient,
-    kept_spec,
     replay,
     result_proto,
     run,
@@ -30,6 +29,7 @@ from diptych.torch.layers.products import (
 )
 from diptych.torch.layers.quantize import (
     encode,
+    kept_spec,
     late_scales,
     quantize_calls,
     save_for_late,
@@ -99,26 +99,33 @@ def _keeps_x(s: Schedule) -> bool:
     return bool(s.x_late) or s.x_kept == "original"
 
 
-def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+def _backward(
+    a: _Arguments,
+    needs: tuple[str, ...],
+    saved: list[Tensor],
+    grads: list[Tensor | None],
+    asked: tuple[str, ...] | None = None,
+) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    cut, group = options.cut, options.group
-    copies = quantize_calls(dy, gradient_calls(s.dy, cut), options, a.rng)
-    of_dgrad, of_wgrad = whole_gradients(dy, copies, s, cut, group)
+    cut, group, now = options.cut, options.group, needs if asked is None else asked
+    part = a.schedules(needs, asked)[0]
+    copies = quantize_calls(dy, gradient_calls(part.dy, cut), options, a.rng)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, part, cut, group)
     made: dict[str, Any] = {}
-    w = a.kept_weight(0, s, options, saved) if "x" in needs else None
-    x = whole_input(lambda: _kept_input(a, s, options, saved), cut, group) if "weight" in needs else None
-    if "x" in needs:
+    w = a.kept_weight(0, s, options, saved, "x" in now) if "x" in needs else None
+    x = whole_input(lambda: _kept_input(a, s, options, saved), cut, group) if "weight" in now else None
+    if "x" in now:
         dx = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.rng, a.x.shape[-1])
     if x is not None:
         made["weight"] = weight_gradient(of_wgrad.finish(), x.finish(), a.weight.dtype, s, options, a.rng)
-    if "x" in needs:
+    if "x" in now:
         made["x"] = dx.finish()
-    if "bias" in needs:
+    if "bias" in now:
         assert a.bias is not None
         made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
     a.log_amaxes()
-    return [made[name] for name in a.gradients(needs)]
+    return [made[name] for name in a.gradients(now)]
 
 
 def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
@@ -160,7 +167,11 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
 
 
 def _backward_replay(
-    a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]
+    a: _Arguments,
+    needs: tuple[str, ...],
+    saved: list[Tensor],
+    grads: list[Tensor | None],
+    asked: tuple[str, ...] | None = None,
 ) -> Replay | None:
     """Makes dy contiguous, as quantizing it does."""
     if a.options is None or a.options[0].weight_grad is not None or a.x_copy:
@@ -184,12 +195,13 @@ def _backward_replay(
     inputs = [dy, *kept, *a.copies, *saved]
     if s.w_late or s.x_late:
         inputs += late_scales((*s.w_late, *s.x_late), a.options[0])
-    return replay((needs, a.weight.shape, a.copy_specs(0), form, *dtypes), s, a.options[0], (s.dy,), a.rng, inputs)
+    calls = (a.schedules(needs, asked)[0].dy,)
+    return replay((needs, a.weight.shape, a.copy_specs(0), form, *dtypes), s, a.options[0], calls, a.rng, inputs)
 
 
 _linear = CustomOp(
     "diptych::linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
     forward_replay=_forward_replay, backward_replay=_backward_replay,
 )  # fmt: skip
 

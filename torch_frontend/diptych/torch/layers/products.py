@@ -30,7 +30,6 @@ from torch.nn import functional as F
 
 from diptych.common.errors import ArgumentError
 from diptych.common.gemm_options import GemmOptions
-from diptych.common.layers.plan import TensorPlan
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
@@ -42,6 +41,7 @@ from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.quantize import (
     Encoded,
     encode,
+    kept_spec,
     quantize_general,
     quantize_weight,
     requantized_result,
@@ -51,7 +51,6 @@ from diptych.torch.layers.quantize import (
 from diptych.torch.layers.tensor_parallel import ROW, Cut, Exchange, whole_input, whole_input_gradient, whole_output
 from diptych.torch.layers.weight_gradients import Buffer, overwrites
 from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.primitives.checks import TWO_LEVEL
 from diptych.torch.primitives.register import direct, traced_local
 from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.state.update import log_amax, record_pending
@@ -151,16 +150,6 @@ def _state_names(s: Schedule) -> tuple[str, ...]:
     return tuple([state.name for state in s.plan.states])
 
 
-def kept_spec(kept: str, plan: TensorPlan) -> Spec:
-    """Returns the spec by which `unpack` rebuilds the copy that backward reads."""
-    if kept == "original":
-        return None
-    quantizer = plan.rowwise if kept == "rowwise" else plan.columnwise
-    assert quantizer is not None
-    format_id = quantizer.spec.format_id
-    return format_id, kept == "columnwise", TWO_LEVEL[format_id]
-
-
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -199,17 +188,18 @@ class LayerArguments:
 
     # --- what to do ---
 
-    def schedules(self, needs: tuple[str, ...]) -> tuple[Schedule, ...]:
-        """Returns the schedule of each layer. The first use makes them for the whole call, its backward included."""
-        if self._schedules is not None:
+    def schedules(self, needs: tuple[str, ...], asked: tuple[str, ...] | None = None) -> tuple[Schedule, ...]:
+        """Returns the schedule of each layer. The first use makes them for the whole call, its backward included.
+        `asked`: the part of `needs` that one backward computes, whose quantize calls differ; None: all."""
+        if self._schedules is not None and asked is None:
             return self._schedules
         made = []
         layers: Any = self.layers if self.options is None else self.options
-        for i, (need_dx, need_dw) in enumerate(self.wanted(needs)):
+        for i, (need_dx, need_dw) in enumerate(self.wanted(needs if asked is None else asked)):
             layer = layers[i]
             late = layer[6] if self.options is None else _keeps_original(layer, getattr(self, self.weights[i]))
             made.append(schedule(self.recipe, layer[0], layer[1], need_dx, need_dw, layer[2], late))
-        if not torch.compiler.is_compiling():
+        if asked is None and not torch.compiler.is_compiling():
             self._schedules = tuple(made)
         return tuple(made)
 
@@ -307,11 +297,14 @@ class LayerArguments:
         elif s.w_kept and not self.copy_specs(i) and not self._reads_weight(i, s):
             pack(pick(s.w_kept, encoded.copies, getattr(self, self.weights[i])), saved)
 
-    def kept_weight(self, i: int, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
-        """Returns the operand that dgrad reads for layer i's weight; makes it where the original is kept."""
+    def kept_weight(self, i: int, s: Schedule, options: Options, saved: list[Tensor], reads: bool = True) -> Any:
+        """Returns the operand that dgrad reads for layer i's weight; makes it where the original is kept. `reads`:
+        False where no dgrad runs, so that only what was saved is taken from the list."""
         weight = getattr(self, self.weights[i])
         if s.w_late:
             scales, amax = saved_for_late(s.w, s.w_late, options, saved)
+            if not reads:
+                return None
             rng = getattr(self, self.rngs[i]) if s.backward_rng else None
             return pick(s.w_kept, quantize_weight(weight, s.w_late, options, rng, scales, amax).copies, weight)
         if isinstance(weight, QuantizedTensorBase):

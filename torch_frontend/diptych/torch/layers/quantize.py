@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.layers.checks import Names, missing_rng, require_stackable
+from diptych.common.layers.plan import TensorPlan
 from diptych.common.layers.schedule import OFFSETS, Call, late_states
 from diptych.common.ops.shapes import rows_cols
 from diptych.torch.functional import quantize as quantize_verbs
@@ -22,7 +23,7 @@ from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.state.checkpoint import SAVED, aside, require_saved, selective, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, record_amax
-from diptych.torch.tensors.copies import Copies
+from diptych.torch.tensors.copies import Copies, Spec
 from diptych.torch.tensors.quantized import QuantizedTensor
 
 STACK = Names("grouped_linear", "input", "weight")
@@ -226,7 +227,17 @@ def requantized_result(t: Tensor, call: Call | None, options: Options, rng: Tens
     return quantize_ops.dequantize(copy, t.dtype).reshape(t.shape)
 
 
-# --- copies that backward makes ---
+# --- copies that backward reads or makes ---
+
+
+def kept_spec(kept: str, plan: TensorPlan) -> Spec:
+    """Returns the spec by which `unpack` rebuilds the copy that backward reads."""
+    if kept == "original":
+        return None
+    quantizer = plan.rowwise if kept == "rowwise" else plan.columnwise
+    assert quantizer is not None
+    format_id = quantizer.spec.format_id
+    return format_id, kept == "columnwise", quantize_ops.TWO_LEVEL[format_id]
 
 
 def save_for_late(
