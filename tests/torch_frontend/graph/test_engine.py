@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import diptych.torch as dt
 from diptych.common import RECIPES, MXFP8Quantizer
@@ -125,6 +127,145 @@ def test_halves_of_zero_bubble_schedules(kind, name, frozen):
         assert (p.grad is None) == (want[leaf] is None) and (p.grad is None or torch.equal(p.grad, want[leaf])), leaf
     for i, (a, b) in enumerate(zip(states(other, recipe), states(model, recipe), strict=True)):
         assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("kind", ("Linear", "LayerNormMLP", "GroupedLinear"))
+def test_halves_with_a_main_grad(kind):
+    """torch's schedules refuse parameters without a gradient; the attribute is what gives weights one, of zeros."""
+    recipe = RECIPES["fp8-current"]
+    model = getattr(dt, kind)(*((3, K, K) if kind == "GroupedLinear" else (K, K)), fuse_wgrad_accumulation=True)
+    weights = [p for name, p in model.bfloat16().named_parameters() if name.endswith("weight") and "norm" not in name]
+    for p in weights:
+        p.main_grad = torch.zeros(p.shape)
+        p.grad_added_to_main_grad = False
+    whole(model, recipe)
+    want = [p.main_grad.clone() for p in weights]
+    for p in model.parameters():
+        p.grad = None
+    for p in weights:
+        p.main_grad.zero_()
+    x = of((ROWS, K)).requires_grad_()
+    y = forward(model, recipe, x)
+    _, groups = stage_backward_input([y], [of(tuple(y.shape), "dy")], [x], model.parameters())
+    assert not any(p.main_grad.any() for p in weights)
+    stage_backward_weight(model.parameters(), groups)
+    for p, w in zip(weights, want, strict=True):
+        assert torch.equal(p.main_grad, w) and not p.grad.any()
+
+
+# --- several layers, and what stands between them and the engine -----------------------------------------------------
+
+
+def four(kind: str, recipe: Any) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[getattr(dt, kind)(K, K, bias=i % 2 == 0) for i in range(4)]).bfloat16()
+    dt.seed_rng(dt.prepare(model, recipe), SEED)
+    return model
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ("Linear", "LayerNormLinear", "LayerNormMLP"))
+def test_halves_of_four_layers(kind, name):
+    """As many products as a whole backward has, for layers without a norm."""
+    recipe = RECIPES[name]
+    model, x, given = four(kind, recipe), of((ROWS, K)).requires_grad_(), of((ROWS, K), "dy")
+    other, counts = copy.deepcopy(model), []
+    want = whole(model, recipe)
+    y = forward(other, recipe, x)
+    counts.append(products())
+    _, groups = stage_backward_input([y], [given], [x], other.parameters())
+    counts.append(products())
+    stage_backward_weight(other.parameters(), groups)
+    counts.append(products())
+    of_input, of_weights, _ = HALVES[kind]
+    assert (counts[1] - counts[0], counts[2] - counts[1]) == (4 * of_input, 4 * of_weights)
+    assert torch.equal(x.grad, want["x"])  # type: ignore[arg-type]
+    for leaf, p in other.named_parameters():
+        assert torch.equal(p.grad, want[leaf]), leaf
+    for i, (a, b) in enumerate(zip(states(other, recipe), states(model, recipe), strict=True)):
+        assert torch.equal(a, b), i
+
+
+def selective(run: Any, x: Tensor) -> Tensor:
+    """A checkpoint that recomputes all ops, under a dispatch mode."""
+    make = create_selective_checkpoint_contexts
+    return dt.checkpoint(run, x, context_fn=lambda: make([]))
+
+
+class Mode(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_a_mode(run: Any, x: Tensor) -> Tensor:
+    with Mode():
+        return run(x)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "how", (dt.checkpoint, selective, under_a_mode), ids=("checkpoint", "selective checkpoint", "dispatch mode")
+)
+@pytest.mark.parametrize("kind", ("Linear", "LayerNormMLP"))
+def test_halves_behind_a_checkpoint_or_a_mode(kind, how, name):
+    """Each half recomputes, and multiplies for its own gradients; states and random bits are those of one step."""
+    recipe = RECIPES[name]
+    model = four(kind, recipe)
+    other = copy.deepcopy(model)
+    want = whole(model, recipe)
+    x = of((ROWS, K)).requires_grad_()
+    with dt.autocast(recipe=recipe):
+        y = how(other, x)
+    given, counts = of((ROWS, K), "dy"), [products()]
+    (dx,) = torch.autograd.grad(y, x, given, retain_graph=True)
+    counts.append(products())
+    weights = dict(other.named_parameters())
+    made = torch.autograd.grad(y, list(weights.values()), given)
+    assert torch.equal(dx, want["x"])
+    for leaf, got in zip(weights, made, strict=True):
+        assert torch.equal(got, want[leaf]), leaf
+    of_input = counts[1] - counts[0] - 4 * HALVES[kind][0]
+    if how is under_a_mode:
+        assert of_input == 0
+    else:  # and those of the recomputation, which may stop where all that was saved is there
+        assert 0 <= 4 * PRODUCTS[kind]["x"] - of_input <= PRODUCTS[kind]["x"]
+    for i, (a, b) in enumerate(zip(states(other, recipe), states(model, recipe), strict=True)):
+        assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_and_a_weight_that_is_a_result(kind, name):
+    """Backward hooks of modules and tensors see the gradients of a whole pass, and a weight may be no leaf."""
+    recipe = RECIPES[name]
+    model = made(kind, recipe)
+    other = copy.deepcopy(model)
+    want = whole(model, recipe)
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in other.named_parameters()}
+    results = {n: t * 1 for n, t in leaves.items()}
+    x, seen = of((ROWS, K)).requires_grad_(), {}
+    for n, t in results.items():
+        t.register_hook(lambda grad, n=n: seen.__setitem__(n, grad))
+    other.register_full_backward_hook(lambda _, dx, dy: seen.__setitem__("x", dx[0]))
+    holder = torch.nn.Module()
+    holder.inner = other
+    holder.forward = lambda x: forward(other, recipe, x)  # type: ignore[method-assign]
+    y = torch.func.functional_call(holder, {f"inner.{n}": t for n, t in results.items()}, (x,))
+    given = of(tuple(y.shape), "dy")
+    for _ in range(2):
+        torch.autograd.backward(y, given, inputs=[x], retain_graph=True)
+        assert set(seen) == {"x"} and torch.equal(seen.pop("x"), want["x"])
+    name_of_weight = next(n for n in leaves if n.endswith("weight") and "norm" not in n)
+    (got,) = torch.autograd.grad(y, results[name_of_weight], given, retain_graph=True)
+    assert torch.equal(got, want[name_of_weight])
+    seen.clear()
+    torch.autograd.backward(y, given, inputs=list(leaves.values()))
+    seen.pop("x", None)
+    assert set(seen) == set(leaves)
+    for n, t in leaves.items():
+        assert torch.equal(t.grad, want[n]) and torch.equal(seen[n], want[n]), n  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ("Linear", "LayerNormMLP", "GroupedLinear"))

@@ -19,7 +19,10 @@ def asked(ctx: Any, edges: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
     the tensors that `apply` was given. `ctx.needs_input_grad` is decided when the graph is made, and knows no pass.
     """
     nodes = ctx.next_functions
-    found = [name for name, place in edges if _runs(nodes[place][0])]
+    try:  # without a call for each edge
+        found = [name for name, place in edges if _will_run(nodes[place][0])]
+    except RuntimeError:
+        found = [name for name, place in edges if _runs(nodes[place][0])]
     return None if len(found) == len(edges) else tuple(found)
 
 
