@@ -62,14 +62,20 @@ BETWEEN = ("nothing", "evaluation", "another recipe", "no_grad")
 AROUND: dict[str, Any] = {"nothing": None, "a region": MXFP8BlockScaling(), "a disabled region": False}
 
 
-def train(recipe: Any, run: Any, between: str, around: Any, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Three steps of a block that runs in high precision in between, and the states at the end."""
+def _call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def train(
+    recipe: Any, run: Any, between: str, around: Any, device: str = "cpu", call: Any = _call
+) -> dict[str, torch.Tensor]:
+    """Three steps of a block that runs in high precision in between, and the states at the end. `call`: calls it."""
     model = layers.gelu_model().to(device, getattr(torch, layers.dtype_of(recipe)))
     dt.prepare(model, recipe)
     dt.seed_rng(model, layers.SEED)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        h = model(x)
+        h = call(model, x)
         with dt.autocast(enabled=False):
             return h + model[2](x)
 
@@ -80,14 +86,14 @@ def train(recipe: Any, run: Any, between: str, around: Any, device: str = "cpu")
             y = run(block, x)
         if between == "evaluation":
             with torch.no_grad():
-                model.eval()(x)
+                call(model.eval(), x)
             model.train()
         elif between == "no_grad":
             with torch.no_grad():
-                model(x)
+                call(model, x)
         elif between == "another recipe":
             with torch.no_grad(), dt.autocast(recipe=OTHER):
-                model.eval()(x)
+                call(model.eval(), x)
             model.train()
         loss = y.square().sum()
         if around is None:
@@ -116,6 +122,24 @@ def test_a_recomputation_runs_in_its_forwards_region(kind, name, between, around
     want = train(recipe, lambda fn, x: fn(x), "nothing", None)
     for key in want:  # an evaluation by a recipe with states may have made some
         same(got[key], want[key], key)
+
+
+COMPILED = list(itertools.product(KINDS, NAMED))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [c if i % 26 == 0 else layers.slow(*c) for i, c in enumerate(COMPILED)]
+)  # fmt: skip
+def test_around_compiled_code(kind, name):
+    """Equal models share their graphs, so that the cells of one recipe compile once: those of training, of evaluation
+    and of the other recipe."""
+    torch._dynamo.reset()
+    call, recipe = torch.compile(_call, backend="aot_eager", fullgraph=True), NAMED[name]
+    want = train(recipe, lambda fn, x: fn(x), "nothing", None)
+    for between, around in itertools.product(BETWEEN, AROUND):
+        got = train(recipe, KINDS[kind], between, AROUND[around], call=call)
+        for key in want:
+            same(got[key], want[key], f"{key} with {between} between, {around} around")
 
 
 @pytest.mark.cuda
