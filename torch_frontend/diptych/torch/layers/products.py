@@ -49,7 +49,7 @@ from diptych.torch.layers.quantize import (
     saved_for_late,
 )
 from diptych.torch.layers.tensor_parallel import ROW, Cut, Exchange, whole_input, whole_input_gradient, whole_output
-from diptych.torch.layers.weight_gradients import Buffer, overwrites
+from diptych.torch.layers.weight_gradients import Buffer
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.register import direct, traced_local
 from diptych.torch.state.scales import ScaleStates, StepScales
@@ -438,25 +438,24 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
     """The outputs of an op whose arguments derive from `LayerArguments`; `operands`: its other fields."""
     make: Any = op.arguments
     if not torch.compiler.is_compiling():
-        copies: list[Tensor] = []
-        for layer in options:
-            for copy in layer.weight_copies or ():
-                if copy is not None:
-                    pack(copy, copies)
-        return op.eager(make(x, recipe, options, (), None, copies, [], [], [], *operands))
+        a = make(x, recipe, options, (), None, [], [], [], [], *operands)
+        for name, layer in zip(a.weights, options, strict=True):
+            if layer.weight_grad is not None:
+                setattr(a, name, layer.weight_grad.stand_in())
+            for copy in [copy for copy in layer.weight_copies or () if copy is not None]:
+                pack(copy, a.copies)
+        return op.eager(a)
     from torch._dynamo.comptime import comptime  # importing it takes a second
 
     a = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands)
     layers, pending = [], []
     for i, given in enumerate(options):
         weight = getattr(a, a.weights[i])
-        specs: tuple[Spec, ...] = ()
-        if given.weight_copies is not None:
-            specs = tuple([None if copy is None else pack(copy, a.copies) for copy in given.weight_copies])
+        specs = tuple([None if copy is None else pack(copy, a.copies) for copy in given.weight_copies or ()])
         how = ""
         if given.weight_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
             a.main_grads += given.weight_grad.buffers()
-            how = "overwrite" if overwrites(weight) else "add"
+            how = given.weight_grad.how()
         state = given.state
         if state is not None:
             comptime(_prepared_while_tracing)

@@ -6,17 +6,34 @@ A weight may carry attributes, as TransformerEngine and Megatron-LM name them, w
     overwrite_main_grad      True: main_grad becomes the gradient instead
     grad_added_to_main_grad  where the weight has it, backward sets it to True, and autograd gets zeros for the weight,
                              so that hooks on it run. Zeros serve `zero_out_wgrad` too, which asks for them
+
+Invariants:
+
+- A gradient that waits reaches its weight through the engine, once `backward_dw` runs: the hooks of the weight and of
+  reducers see it as they see any gradient. Until then the engine must not reach the weight, since a reducer would take
+  nothing for the gradient: forward passes a leaf with the weight's values in its place (`Sink.stand_in`). A backward
+  that is asked for the weight's gradient (`inputs=`) computes that of the leaf.
+- FSDP2 reduces gradients at the end of backward, and again when `backward_dw` has delivered more. Nothing reduces a
+  `main_grad`: weights that DistributedDataParallel or FSDP2 manage are refused.
+- The backward of a dry run, wherever it runs, changes no queue and no buffer.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
-from diptych.common.errors import ShapeError
+from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.torch.graph.guards import before_each_call
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
+from diptych.torch.state.autocast import AROUND_BACKWARD, STAGE_METHODS, STATE
 
 
 def accumulate(wgrad: Any, acc: Tensor, overwrite: bool) -> None:
@@ -32,53 +49,142 @@ class WeightGradients:
 
     def __init__(self, fuse: bool, delay: bool) -> None:
         self.fuse, self.delay = fuse, delay
-        self.queue: list[tuple[Tensor, Any]] = []
+        self.queue: list[tuple[Sink, Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"fuse": self.fuse, "delay": self.delay, "queue": []}
 
     def of(self, weight: Tensor) -> Sink:
-        if self.fuse and weight.requires_grad and torch.is_grad_enabled():
-            main_grad(weight)  # raises before the forward, not in backward
+        """The destination of one call's gradient. **Raises**, before the forward runs, ValueError for a weight without
+        a `main_grad` that fits, NotImplementedError for one whose gradient a reducer would miss."""
+        if weight.requires_grad and (torch.is_grad_enabled() or STATE.taped):
+            if not torch.compiler.is_compiling():  # else `require_while_tracing` has looked
+                self.require_reduced(weight)
+            if self.fuse:
+                main_grad(weight)
         return Sink(self, weight)
+
+    def require_reduced(self, weight: Tensor) -> None:
+        """**Raises** NotImplementedError for a weight whose gradient a reducer would miss."""
+        if said := _missed(self.fuse, weight):
+            raise UnsupportedError(said)
 
     def marks(self, weight: Tensor) -> bool:
         """Whether backward sets the weight's `grad_added_to_main_grad`."""
         return self.fuse and getattr(weight, "grad_added_to_main_grad", None) is not None
 
     def run(self) -> None:
-        """Computes the gradients that wait, oldest first."""
+        """Computes the gradients that wait, oldest first. Those of one weight are added, and reach it as one."""
         queue, self.queue = self.queue, []
-        with torch.no_grad():
-            for weight, wgrad in queue:
-                if self.fuse:
-                    accumulate(wgrad, main_grad(weight), overwrites(weight))
-                elif weight.grad is None:
-                    weight.grad = wgrad.compute()
-                else:
-                    weight.grad += wgrad.compute()
+        waiting: dict[int, tuple[Sink, list[Any]]] = {}
+        for sink, wgrad in queue:
+            waiting.setdefault(id(sink.weight), (sink, []))[1].append(wgrad)
+        if not waiting:
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            nodes = [_Delivery.apply(sink.weight, sink, wgrads) for sink, wgrads in waiting.values()]
+            torch.autograd.backward(nodes, [torch.empty_like(node) for node in nodes])
+        groups = [fsdp_group(sink.weight) for sink, _ in waiting.values()]
+        for group in dict.fromkeys([group for group in groups if group is not None]):
+            _reduce(group)
 
 
 class Sink:
-    """Takes one weight's gradients in backward. `marks`: autograd gets zeros for the weight instead of nothing."""
+    """Takes one weight's gradients in backward. `marks`: autograd gets zeros for the weight instead of nothing. `dry`:
+    the forward was a dry run."""
 
     def __init__(self, owner: WeightGradients, weight: Tensor) -> None:
-        self.owner, self.weight, self.marks = owner, weight, owner.marks(weight)
+        self.owner, self.weight, self.dry = owner, weight, STATE.dry
+        self.marks = owner.marks(weight) and not (owner.delay or self.dry)
 
     def buffers(self) -> list[Tensor]:
         """The tensors that backward adds to."""
         return [main_grad(self.weight)] if self.owner.fuse else []
 
+    def how(self) -> str:
+        """What a backward does with the buffer: "add", "overwrite" or, after a dry run, "keep"."""
+        return "keep" if self.dry else "overwrite" if overwrites(self.weight) else "add"
+
+    def stand_in(self) -> Tensor:
+        """What forward reads instead of a weight whose gradient waits: its values, beyond the reach of its hooks."""
+        if self.dry or not (self.owner.delay and self.weight.requires_grad and torch.is_grad_enabled()):
+            return self.weight
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                "delay_wgrad_compute inside of a transform of torch.func: the transform returns what backward "
+                "computes, and this gradient waits for backward_dw; make the module without delay_wgrad_compute"
+            )
+        made = self.weight.detach().requires_grad_()
+        living: Any = _stand_ins.setdefault(self.weight, WeakIdKeyDictionary())
+        living[made] = None
+        return made
+
     def accept(self, wgrad: Any) -> Tensor | None:
         """Computes the gradient or keeps it for `backward_dw`; returns what autograd gets."""
+        if self.dry:
+            return None
         if self.owner.delay:
-            self.owner.queue.append((self.weight, wgrad))
-        else:
+            self.owner.queue.append((self, wgrad))
+            return None
+        return self.added([wgrad])
+
+    def delivered(self, wgrads: list[Any]) -> Tensor | None:
+        """Computes the gradients that waited; returns what autograd gets."""
+        if self.owner.fuse:
+            return self.added(wgrads)
+        total = wgrads[0].compute()
+        for wgrad in wgrads[1:]:
+            total += wgrad.compute()
+        return total
+
+    def added(self, wgrads: list[Any]) -> Tensor | None:
+        """Adds gradients to `main_grad`; returns what autograd gets."""
+        for wgrad in wgrads:
             accumulate(wgrad, main_grad(self.weight), overwrites(self.weight))
-        if not self.marks:
+        if not self.owner.marks(self.weight):
             return None
         self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.zeros(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
+
+
+_stand_ins = WeakIdKeyDictionary()  # of each weight those that live
+
+
+def _asked_for_what_waits(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps what runs a backward pass: one that is asked for the gradient of a weight computes it for `backward_dw`."""
+
+    @functools.wraps(run)
+    def asked(
+        tensors: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **how: Any
+    ) -> Any:
+        if inputs and _stand_ins:
+            waiting = [stand_in for t in inputs if t in _stand_ins for stand_in in _stand_ins[t]]
+            if waiting and not how.get("accumulate_grad"):
+                raise UnsupportedError(
+                    "delay_wgrad_compute and autograd.grad for a layer's weight: its gradient waits for backward_dw, "
+                    "which adds it to weight.grad; take backward(), or make the module without delay_wgrad_compute"
+                )
+            inputs = (*inputs, *waiting)
+        return run(tensors, grads, retain_graph, create_graph, inputs, *args, **how)
+
+    return asked
+
+
+AROUND_BACKWARD.append(_asked_for_what_waits)
+
+
+class _Delivery(torch.autograd.Function):
+    """A node whose backward computes the gradients of a weight that waited."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sink: Sink, wgrads: list[Any]) -> Tensor:
+        ctx.waiting = sink, wgrads
+        return torch.empty(0, device=weight.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
+        sink, wgrads = ctx.waiting
+        return sink.delivered(wgrads), None, None
 
 
 def overwrites(weight: Tensor) -> bool:
@@ -105,7 +211,7 @@ def main_grad(weight: Tensor) -> Tensor:
 
 
 class Buffer:
-    """A buffer that a node adds a weight's gradient to. `how`: "add" or "overwrite"."""
+    """A buffer that a node adds a weight's gradient to. `how`: "add", "overwrite" or "keep"."""
 
     marks = False
 
@@ -113,4 +219,167 @@ class Buffer:
         self.buffer, self.how = buffer, how
 
     def accept(self, wgrad: Any) -> None:
-        accumulate(wgrad, self.buffer, self.how == "overwrite")
+        if self.how != "keep":
+            accumulate(wgrad, self.buffer, self.how == "overwrite")
+
+
+# --- reducers --------------------------------------------------------------------------------------------------------
+
+
+def fsdp_groups(state: Any) -> Iterator[Any]:
+    """The groups of parameters of one state of FSDP2, which gathers and reduces each as one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one group for each state
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    yield from [group for group in groups if group is not None]
+
+
+_groups = WeakIdKeyDictionary()  # by weights that were looked up: FSDP2 keeps a gathered parameter for good
+
+
+def fsdp_group(weight: Tensor) -> Any:
+    """The group of FSDP2 to which a weight belongs as forward sees it, gathered; None for other weights."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    if weight not in _groups:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        states = {id(state): state for made in list(_module_state_mapping.values()) if (state := made()) is not None}
+        groups = [group for state in states.values() for group in fsdp_groups(state)]
+        _groups[weight] = next((group for group in groups if _holds(group, weight)), None)
+    return _groups[weight]
+
+
+def _holds(group: Any, weight: Tensor) -> bool:
+    return any([getattr(param, "_unsharded_param", None) is weight for param in group.fsdp_params])
+
+
+def _reduce(group: Any) -> None:
+    """Reduces gradients that a group's weights got after backward, as FSDP2 does at the end of backward."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    with torch.no_grad(), group.use_training_state(TrainingState.POST_BACKWARD):
+        group.post_backward()
+    group.finalize_backward()
+
+
+def _reduces(ddp: DistributedDataParallel, leaves: list[Tensor]) -> bool:
+    """Whether a wrapper reduces the gradient of one of these parameters."""
+    return any([p is leaf for p in ddp._module_parameters for leaf in leaves])
+
+
+def _leaves(weight: Tensor) -> list[Tensor]:
+    """The parameters that a weight is computed from: itself, unless it is parametrized."""
+    if weight.grad_fn is None:
+        return [weight]
+    found, seen, ahead = [], set(), [weight.grad_fn]
+    while ahead:
+        node: Any = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [next_node for next_node, _ in node.next_functions]
+            found += [node.variable] if hasattr(node, "variable") else []
+    return found
+
+
+def _of_flat_parameter(weight: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether a weight is a view of a flat parameter of FullyShardedDataParallel, or computed from one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any([isinstance(t, fsdp.FlatParameter) for t in (weight._base, *leaves)])
+
+
+def _missed(fuse: bool, weight: Tensor) -> str:
+    """Why a reducer would miss a weight's gradient, or nothing."""
+    leaves = _leaves(weight)
+    if _of_flat_parameter(weight, leaves):
+        return (
+            "fuse_wgrad_accumulation and delay_wgrad_compute under FullyShardedDataParallel: it reduces the "
+            "gradient of its flat parameter once, in backward; shard by fully_shard, or make the module without them"
+        )
+    ddp = DistributedDataParallel._active_ddp_module
+    wrapped = ddp is not None and (fuse or ddp.find_unused_parameters or ddp.static_graph) and _reduces(ddp, leaves)
+    sharded = (fuse or weight.grad_fn is not None) and any([fsdp_group(leaf) is not None for leaf in leaves])
+    if fuse and (wrapped or sharded):
+        who = "DistributedDataParallel" if wrapped else "FSDP2 (fully_shard)"
+        return (
+            f"fuse_wgrad_accumulation under {who}: it reduces weight.grad over the ranks, and nothing would reduce "
+            "weight.main_grad; make the module without fuse_wgrad_accumulation"
+        )
+    if sharded:
+        return (
+            "delay_wgrad_compute under FSDP2 (fully_shard) for a weight that is computed from parameters, such as a "
+            "parametrized one: FSDP2 has resharded these when backward_dw runs; make the module without "
+            "delay_wgrad_compute"
+        )
+    if ddp is not None and wrapped:
+        option = "find_unused_parameters" if ddp.find_unused_parameters else "static_graph"
+        return (
+            f"delay_wgrad_compute under DistributedDataParallel with {option}=True: it would take a weight whose "
+            f"gradient waits for backward_dw for one that got none; leave {option} off, or make the module without "
+            "delay_wgrad_compute"
+        )
+    return ""
+
+
+def require_while_tracing(context: Any, module: Any) -> None:
+    """Runs where Dynamo traces a module, its local `self`, and before each run of the graph; there a gradient that
+    would be missed makes Dynamo trace again. **Raises** what `WeightGradients.require_reduced` raises."""
+    gradients: WeightGradients | None = module._weight_gradients
+    if gradients is None or not gradients.fuse:
+        return
+    for weight in _weights(module):
+        gradients.require_reduced(weight)
+    before_each_call(context, "self", lambda module: not any([_missed(True, weight) for weight in _weights(module)]))
+
+
+def _weights(module: Any) -> list[Tensor]:
+    """A module's parameters that have a main_grad, those of which gradients go there among them."""
+    return [p for p in module.parameters() if isinstance(getattr(p, "main_grad", None), Tensor)]
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def _with(stage: Any, option: str) -> str:
+    """The name of a module of a pipeline's stage that has an option ("fuse" or "delay"), or nothing."""
+    for name, module in stage.submod.named_modules():
+        gradients = getattr(module, "_weight_gradients", None)
+        if gradients is not None and getattr(gradients, option):
+            return f"{name or 'the module'} ({type(module).__name__})"
+    return ""
+
+
+def _before_backward(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps what a stage calls once, before its first step with a backward."""
+
+    @functools.wraps(prepare)
+    def prepared(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        if name := _with(stage, "delay"):
+            raise UnsupportedError(
+                f"delay_wgrad_compute in a schedule of torch.distributed.pipelining: {name} would compute its weight "
+                "gradients after the schedule has scaled and reduced gradients; make it without delay_wgrad_compute, "
+                "and take a zero-bubble schedule, which asks layers for input and weight gradients apart"
+            )
+        return prepare(stage, *args, **kwargs)
+
+    return prepared
+
+
+def _scaling(scale_grads: Callable[..., None]) -> Callable[..., None]:
+    """Wraps what divides the gradients of a stage by the number of its microbatches."""
+
+    @functools.wraps(scale_grads)
+    def scaled(stage: Any, grad_scale_factor: int) -> None:
+        if grad_scale_factor != 1 and (name := _with(stage, "fuse")):
+            raise UnsupportedError(
+                f"fuse_wgrad_accumulation in a schedule with scale_grads=True: it divides weight.grad by "
+                f"{grad_scale_factor}, and would leave weight.main_grad of {name} as it is; make the schedule with "
+                "scale_grads=False and divide the loss, or make the module without fuse_wgrad_accumulation"
+            )
+        scale_grads(stage, grad_scale_factor)
+
+    return scaled
+
+
+STAGE_METHODS["_prepare_backward_infra"] = _before_backward
+STAGE_METHODS["scale_grads"] = _scaling

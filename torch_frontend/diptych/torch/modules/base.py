@@ -31,7 +31,7 @@ from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
 from diptych.torch.layers.options import Options, plain_options, schedule
 from diptych.torch.layers.quantize import rng_take
-from diptych.torch.layers.weight_gradients import WeightGradients
+from diptych.torch.layers.weight_gradients import WeightGradients, require_while_tracing
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.tensor_parallel import TensorParallelModule
@@ -66,6 +66,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     **Arguments:** `fuse_wgrad_accumulation`: backward adds the weights' gradients to `weight.main_grad` and does not
     touch `weight.grad`, inside of regions and outside; see `weight_gradients` for the attributes of weights that it
     reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
+    Forward raises NotImplementedError where something that reduces gradients would miss these.
 
     Attributes: `recipe`: used instead of the region's, and outside of regions, where each call is a step of its own to
     delayed scaling; a region with `enabled=False` runs the module in high precision all the same. None takes the
@@ -415,7 +416,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         return f", recipe={type(recipe).__name__}({said if len(said) < 20 else '...'})"
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad.
+        """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad; hooks of
+        the weights, DistributedDataParallel and FSDP2 get them as they get any gradient.
 
         **Raises** NotImplementedError for a module made without `delay_wgrad_compute`.
         """
@@ -458,6 +460,7 @@ def _before_tracing(context: Any) -> None:
     module, quantized = traced_local(context, "self"), traced_local(context, "recipe") is not None
     if module._prepared is not None:
         module._prepared.warn_of_graphs()
+    require_while_tracing(context, module)
     inside = traced_local(context, "inside")
     module._require_recorded(quantized, not inside and unrecorded())
     if not inside:

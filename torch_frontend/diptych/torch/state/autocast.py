@@ -87,6 +87,10 @@ def outside_of_regions(run: F) -> F:
     return run_outside  # type: ignore[return-value]
 
 
+# What wraps torch's function that runs a backward pass, the innermost first.
+AROUND_BACKWARD: list[Callable[[Any], Any]] = [outside_of_regions]
+
+
 def unrecorded() -> bool:
     """Whether this is a backward pass, outside of recomputations and of regions that were entered in it: nothing says
     then which region a call belongs to."""
@@ -284,7 +288,8 @@ class dry_run:
     """Region whose calls leave no trace in states: a context manager and a decorator, free to nest.
 
     Modules quantize as they would, by the scales as they are. They record no amax, update no scale, count as no step
-    and use up no offset of a random generator; nor do their backwards, wherever these run. Without it the same holds
+    and use up no offset of a random generator; nor do their backwards, wherever these run, which drop weight gradients
+    that would go to `main_grad` or wait for `backward_dw`. Without it the same holds
     for calls in evaluation or without grad mode. Use it for training-mode calls on data that is not trained on: shape
     inference, warm-ups, profiling. The shape inference of torch.distributed.pipelining is a dry run by itself. In a
     calibrating region nothing is collected either.
@@ -319,22 +324,27 @@ class dry_run:
 
 
 _STAGES = "torch.distributed.pipelining.stage"
-_INFER = ("_shape_inference", "_forward_metadata_inference")  # methods, by the version of torch
-_recognized: dict[str, Any] = {}
+# By a method of torch's stages, of which some are there in some versions only: what wraps it.
+STAGE_METHODS: dict[str, Callable[[Any], Any]] = dict.fromkeys(
+    ("_shape_inference", "_forward_metadata_inference"), dry_run()
+)
+_recognized: dict[tuple[str, str], Any] = {}
 
 
 def recognize_pipelines() -> None:
-    """Makes the shape inference of torch.distributed.pipelining, if that is imported, a dry run.
+    """Wraps methods of the stages of torch.distributed.pipelining, if that is imported; its shape inference becomes a
+    dry run.
 
     It may run in grad mode on uninitialised memory, where neither a module nor a graph's guards can tell it from
     training.
     """
-    stage: Any = getattr(sys.modules.get(_STAGES), "PipelineStage", None)
-    for name in _INFER:
-        infer = getattr(stage, name, None)
-        if infer is not None and infer is not _recognized.get(name):
-            _recognized[name] = dry_run()(infer)
-            setattr(stage, name, _recognized[name])
+    for kind in ("PipelineStage", "_PipelineStage"):
+        stage: Any = getattr(sys.modules.get(_STAGES), kind, None)
+        for name, wrap in STAGE_METHODS.items():
+            method = getattr(stage, name, None)
+            if method is not None and method is not _recognized.get((kind, name)):
+                _recognized[kind, name] = wrap(method)
+                setattr(stage, name, _recognized[kind, name])
 
 
 AT_ENTRY: dict[str, Callable[[], None]] = {_STAGES: recognize_pipelines}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.te_arguments import absorb
-from diptych.torch.state.autocast import AT_ENTRY, STATE, enter_region, outside_of_regions, recording, region
+from diptych.torch.state.autocast import AROUND_BACKWARD, AT_ENTRY, STATE, enter_region, recording, region
 
 T = TypeVar("T")
 
@@ -372,9 +372,10 @@ def _taped_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     """Replaces an attribute by `wrap` of it, once."""
     held = getattr(owner, name, None)
-    if held is not None and not hasattr(held, "wrapped_by_diptych"):
+    by = getattr(held, "wrapped_by_diptych", ())
+    if held is not None and wrap not in by:
         made = wrap(held)
-        made.wrapped_by_diptych = True
+        made.wrapped_by_diptych = (*by, wrap)
         _frames.append(made.__code__)
         setattr(owner, name, staticmethod(made) if isinstance(owner, type) else made)
 
@@ -383,8 +384,9 @@ def adopt() -> None:
     """Makes torch's checkpoints and backward passes carry regions. Repeating it has no effect."""
     _replace(torch.utils.checkpoint, _GENERATOR, _taped_generator)
     _replace(torch.utils.checkpoint.CheckpointFunction, "apply", _taped_apply)
-    for module in (torch.autograd.graph, torch.autograd):
-        _replace(module, _ENGINE, outside_of_regions)
+    for wrap in AROUND_BACKWARD:
+        for module in (torch.autograd.graph, torch.autograd):
+            _replace(module, _ENGINE, wrap)
     _adopt_composable()
     AT_ENTRY[_COMPOSABLE] = _adopt_composable
     AT_ENTRY[_DYNAMO] = _skip_frames
