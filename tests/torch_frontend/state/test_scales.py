@@ -326,6 +326,23 @@ def test_to_a_recipe_without_states_and_back():
     layers.same_step(_step(layer, x), _step(layers.layer(), x))
 
 
+def test_states_that_are_loaded_after_a_recipe_without_states():
+    """Whatever a module ran by before, states that are loaded meet the next recipe as in a fresh module."""
+    trained, x, found = layers.layer(), normal("x", (4, 96)), []
+    _step(trained, x)
+    saved = _states(trained) | dict(trained.named_parameters())
+    for used in (False, True):
+        layer = layers.layer()
+        if used:
+            _step(layer, x)
+            _step(layer, x, Float8BlockScaling())
+        layer.load_state_dict(saved)
+        assert _states(layer).keys() == _states(trained).keys()
+        _step(layer, x, Float8BlockScaling())
+        found.append(_states(layer))
+    assert found == [{}, {}]
+
+
 def test_margin_and_algorithm_change_without_a_rebuild():
     layer, x = layers.layer(), normal("x", (4, 96))
     _step(layer, x)

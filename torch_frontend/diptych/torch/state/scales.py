@@ -392,6 +392,7 @@ class ScaleStates(_Float32):
                 if "scale" in keys:
                     length = state_dict[f"{prefix}{name}.amax_history"].numel()
                     self._modules[name] = ScaleSlot(length, 0.0, device)
+                    self.plan = None  # whichever recipe used the states before: the next one looks at what was loaded
                 else:
                     self._modules[name] = ScaleStates(None, device)
         for name in [n for n in self._modules if n not in tree]:
