@@ -36,7 +36,7 @@ from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.tensor_parallel import TensorParallelModule
 from diptych.torch.modules.tracing import begin_again, make_states
-from diptych.torch.modules.weight_cache import WeightCache
+from diptych.torch.modules.weight_cache import Kept, WeightCache
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import (
@@ -48,9 +48,10 @@ from diptych.torch.state.autocast import (
     unrecorded,
     warn_without_regions,
 )
-from diptych.torch.state.checkpoint import aside, tape_call, taped_call
+from diptych.torch.state.checkpoint import aside, backward_ahead, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast
 from diptych.torch.state.update import update_once
+from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 
 _NO_REGION = contextlib.nullcontext()
@@ -250,11 +251,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             None if gradients is None else gradients.of(weight), updated, save_original_weight, cut,
         )  # fmt: skip
         if cached and not isinstance(weight, QuantizedTensorBase):
-            columnwise = self.training or x.requires_grad
-            copies = self._cache(layer).get(
-                weight, recipe, options, rng, columnwise, is_first_microbatch, skip_weight_update
-            )
-            options = options._replace(weight_copies=copies)
+            given = (weight, recipe, options, rng, is_first_microbatch, skip_weight_update)
+            options = options._replace(weight_copies=self._kept_weight(layer, *given))
         elif not compiling and self._prepared is not None and group is None:
             grad = torch.is_grad_enabled()
             calls = schedule(recipe, self.module_kind, name, True, False).w if grad else s.w
@@ -427,6 +425,21 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 "make it with delay_wgrad_compute=True"
             )
         self._weight_gradients.run()
+
+    def _kept_weight(self, layer: str, weight: Tensor, recipe: Recipe, options: Options, *given: Any) -> Copies:
+        """Returns the copies of a weight that is kept across microbatches. A recomputation takes those of its forward,
+        and keeps none."""
+        cache = self._cache(layer)
+        if torch.compiler.is_compiling():
+            # A norm before the layer needs dgrad, whether x does or not.
+            return cache.get(weight, recipe, options, self.training or torch.is_grad_enabled(), *given)
+        call = f"kept weight {layer}"
+        taped = taped_call(self, call)
+        if taped is None:
+            copies = aside(cache.get, weight, recipe, options, self.training or backward_ahead(), *given)
+            tape_call(self, call, None, Kept.of(copies), None)
+            return copies
+        return taped.states.copies(type(self).__name__)
 
     def _cache(self, layer: str) -> WeightCache:
         if torch.compiler.is_compiling():

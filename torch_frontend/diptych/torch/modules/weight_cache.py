@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ class WeightCache:
         weight: Tensor,
         recipe: Recipe,
         options: Options,
-        rng: Tensor | None,
         need_columnwise: bool,
+        rng: Tensor | None,
         first: bool | None,
         skip: Tensor | None,
     ) -> Copies:
@@ -55,7 +55,7 @@ class WeightCache:
         """
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # a later microbatch saves the copies for its backward
-                return self.get(weight, recipe, options, rng, need_columnwise, first, skip)
+                return self.get(weight, recipe, options, need_columnwise, rng, first, skip)
         module, name = options.module, options.name
         calls = schedule(recipe, module, name, need_columnwise, False).w
         key = _key(calls, weight.shape, weight.device)
@@ -143,6 +143,30 @@ class WeightCache:
                 if call.state:
                     options.state.record(call.state, amax)
         return self._copies(torch.compiler.is_compiling())
+
+
+class Kept(NamedTuple):
+    """The copies that a call used, on the tape of a checkpoint. `versions`: those of their tensors at that time."""
+
+    held: Copies
+    versions: list[int]
+
+    @staticmethod
+    def of(copies: Copies) -> Kept:
+        return Kept(copies, _versions(copies))
+
+    def copies(self, name: str) -> Copies:
+        """**Raises** NotImplementedError where they were overwritten since, as graphs and `skip_weight_update` do."""
+        if _versions(self.held) != self.versions:
+            raise UnsupportedError(
+                f"{name}: a recomputation needs the weight that its forward kept or used, and a later first microbatch "
+                "has overwritten it: run backward before that"
+            )
+        return self.held
+
+
+def _versions(copies: Copies) -> list[int]:
+    return [t._version for t, _ in _pairs(copies, copies)]
 
 
 def _pairs(into: Any, made: Copies) -> list[tuple[Tensor, Tensor]]:

@@ -61,6 +61,7 @@ class _Tape(list[Entry]):
     def __init__(self) -> None:
         super().__init__()
         self.taped = recording()
+        self.grad = torch.is_grad_enabled()
 
 
 class Taping(AbstractContextManager):  # type: ignore[type-arg]
@@ -104,6 +105,11 @@ class PlayingBack(AbstractContextManager):  # type: ignore[type-arg]
             )
         self.position += 1
         return entry
+
+
+def backward_ahead() -> bool:
+    """Whether a backward may follow a call that begins now: in grad mode, or in a checkpoint that was entered in it."""
+    return torch.is_grad_enabled() or any([context.tape.grad for context in _STACK.contexts])
 
 
 def taped_call(module: nn.Module | None, layer: str) -> Entry | None:
