@@ -49,8 +49,8 @@ asan: asan-build
 	$(ASAN_PYTHON) -m pytest -n 2 -q tests/core/permute/test_permute.py tests/core/permute/test_permute_misuse.py \
 	  tests/core/grouped/test_grouped_gemm.py tests/core/grouped/test_grouped_bias_grad.py
 
-# Random calls and files (tests/fuzz). SEED=N repeats a run, SECONDS_EACH=N sets the time of each target, and TARGETS
-# selects some of "raw verbs files".
+# Random calls, files and uses of modules (tests/fuzz). SEED=N repeats a run, SECONDS_EACH=N sets the time of each target,
+# and TARGETS selects some of "raw verbs files modules".
 FUZZ = PYTHONPATH=tests
 FUZZ_OPTIONS = --seconds $(SECONDS_EACH) $(if $(SEED),--seed $(SEED)) $(if $(TARGETS),--target $(TARGETS))
 

@@ -1,9 +1,9 @@
 """Random calls and files, for a time or a number of calls: `python -m fuzz --seed N` (with tests/ on PYTHONPATH).
 
-Three targets: `raw` (the binding between inaccessible pages), `verbs` (against the oracle) and `files`. Each runs in a
-process of its own. A round is a few calls, made from (seed, target, number of the round) alone; what is found is
-printed with the command that repeats it, a crash or a hang too, and the next round follows. Status 1: something was
-found.
+Four targets: `raw` (the binding between inaccessible pages), `verbs` (against the oracle), `files`, and `modules` (uses
+of torch's modules against a model that recomputes everything). Each runs in a process of its own. A round is a few
+calls, or a sequence of uses, made from (seed, target, number of the round) alone; what is found is printed with the
+command that repeats it, a crash or a hang too, and the next round follows. Status 1: something was found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-TARGETS = ("raw", "verbs", "files")
+TARGETS = ("raw", "verbs", "files", "modules")
+ENVIRONMENT = {"modules": {"OMP_NUM_THREADS": "1"}}
+"""Of a target's process. torch's threads take longer to meet than these small modules to run."""
 HANG = 60.0
 """Seconds that a round may take."""
 _PROGRESS = struct.Struct("qqq")  # the round that runs, calls made, calls that succeeded
@@ -66,7 +68,7 @@ def run(
     fault which it makes is found.
     """
     report, began = Report(target, seed), time.monotonic()
-    env = {**os.environ, "DIPTYCH_TEST_SEED": str(seed)}
+    env = {**os.environ, "DIPTYCH_TEST_SEED": str(seed), **ENVIRONMENT.get(target, {})}
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [env.get("PYTHONPATH")])])
     end = None if rounds is None else first + rounds
     number = first
@@ -151,7 +153,7 @@ def child(work: dict[str, object]) -> None:
                 while frame is not None and frame.tb_next is not None:
                     frame = frame.tb_next
                 where = "" if frame is None else f" ({Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno})"
-                what = f"{type(e).__name__}: {' '.join(str(e).split())[:600]}{where}"
+                what = f"{type(e).__name__}: {' '.join(str(e).split())[:2400]}{where}"
                 print(json.dumps({"round": number, "what": what}), flush=True)
             number += 1
         progress[:] = _PROGRESS.pack(number, *counts)

@@ -18,7 +18,7 @@ from fuzz.memory import Guarded, Pool
 
 @pytest.mark.parametrize(
     ("target", "rounds", "families"),
-    [("raw", 150, ("changed", "hammer")), ("verbs", 150, ()), ("files", 400, ())],
+    [("raw", 150, ("changed", "hammer")), ("verbs", 150, ()), ("files", 400, ()), ("modules", 8, ())],
 )
 def test_nothing_is_found(target, rounds, families):
     report = run(target, cases.SEED, rounds=rounds, families=families)
