@@ -46,5 +46,6 @@ def test_all_is_complete():
 def test_errors_are_the_built_ins_that_callers_catch():
     assert issubclass(errors.ShapeError, ValueError) and issubclass(errors.DTypeError, TypeError)
     assert issubclass(errors.DeviceError, ValueError) and issubclass(errors.CheckpointError, ValueError)
+    assert issubclass(errors.RankMismatchError, ValueError)
     assert issubclass(errors.UnsupportedError, NotImplementedError)
     assert issubclass(errors.EmulationWarning, UserWarning)

@@ -25,12 +25,20 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged or belongs to another model or recipe."""
 
 
+class RankMismatchError(ValueError):
+    """Ranks of a process group that were given unlike recipes, options or modules for what they compute together."""
+
+
 class EmulationWarning(UserWarning):
     """A quantized product ran on decoded operands because the hardware has no units for it."""
 
 
 class HighPrecisionWarning(UserWarning):
     """A module that could quantize trains in high precision, and nothing has asked it for either."""
+
+
+class GatherWarning(UserWarning):
+    """Weights that FSDP2 gathers in high precision, though the recipe quantizes them."""
 
 
 class RecipeSwitchWarning(UserWarning):

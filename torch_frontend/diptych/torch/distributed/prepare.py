@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import collections
+import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from diptych.common.arguments import require_recipe, require_switches
-from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, GatherWarning, RankMismatchError, ShapeError, UnsupportedError
 from diptych.common.layers.plan import held_quantizer
 from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import Recipe
@@ -20,6 +21,8 @@ from diptych.torch.distributed.gather import Gather
 from diptych.torch.distributed.parts import Parts
 from diptych.torch.distributed.sharded_weight import ShardedWeight
 from diptych.torch.layers.tensor_parallel import COLUMN, require_whole
+from diptych.torch.layers.weight_gradients import fsdp_groups
+from diptych.torch.modules.agreement import described, require_alike
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
@@ -27,13 +30,15 @@ from diptych.torch.tensors.quantized import QuantizedTensorBase
 def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = False) -> None:
     """Makes FSDP2 gather the weights of a model's quantized layers in a recipe's format: bytes and scales.
 
-    Call it after `fully_shard`, before the first forward, on every rank; it communicates nothing. Weights stay sharded
-    in high precision, and optimizers, clipping and checkpoints see them so. Forward and backward read a gathered weight
-    as one that is held quantized (`quantized_model_init`): the amaxes of per-tensor formats and of NVFP4 are those of
-    the whole weights, reduced over the ranks in one call for all weights when a step has changed them, and delayed
-    scaling scales weights by their current amax. Of a module that is cut over a tensor-parallel group FSDP2 gathers
-    this rank's part, by the amax of the whole weight: amaxes are reduced over that group, too. Outside of `autocast`
-    regions layers read dequantized weights. Weights that the recipe leaves in high precision are gathered so.
+    Call it after `fully_shard`, before the first forward, on every rank: the ranks of `mesh`, and of the modules'
+    tensor-parallel groups, compare what each would gather. Weights stay sharded in high precision, and optimizers,
+    clipping and checkpoints see them so. Forward and backward read a gathered weight as one that is held quantized
+    (`quantized_model_init`): the amaxes of per-tensor formats and of NVFP4 are those of the whole weights, reduced over
+    the ranks in one call for all weights when a step has changed them, and delayed scaling scales weights by their
+    current amax. Of a module that is cut over a tensor-parallel group FSDP2 gathers this rank's part, by the amax of
+    the whole weight: amaxes are reduced over that group, too. Outside of `autocast` regions layers read dequantized
+    weights. Weights that the recipe leaves in high precision are gathered so; so are those that ranks would cut inside
+    of a block or unevenly, and those that other modules share, of which one GatherWarning tells.
 
     **Arguments:** `model`: the root module that `fully_shard` was applied to. `mesh`: the DeviceMesh that it shards
     over, of one dimension (with a dimension of replicas before it: HSDP); beside tensor parallelism the part of the
@@ -41,34 +46,25 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     by; a module's own `recipe` has precedence. `recompute`: whether layers run again in backward, as under activation
     checkpointing; backward then gathers the rowwise copy too of formats with one-dimensional blocks.
 
-    **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
+    **Raises**, naming the weight, before anything is changed: ArgumentError for a model that is not sharded by
     `fully_shard` or is prepared already, or that has a cut module without its group or with one that `mesh` shares
-    ranks with; ShapeError for a weight that ranks would cut inside of a block or unevenly; ValueError for a recipe that
+    ranks with; ShapeError if no weight is left to gather quantized; ValueError for a recipe that
     quantizes a weight in two ways or stochastically; UnsupportedError for a user's own quantizer, for amaxes of rows,
-    Hadamard transforms of weights, weights offloaded to the CPU, and weights sharded over another mesh or dimension.
+    Hadamard transforms of weights, weights offloaded to the CPU, weights sharded over another mesh or dimension, and
+    `reshard_after_forward` given as a number. If ranks differ, or one of them raises, the others raise
+    RankMismatchError.
     """
-    from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
-
-    require_recipe("parallel.prepare", recipe, optional=False)
-    require_switches("parallel.prepare", recompute=recompute)
-    if not isinstance(model, FSDPModule):
-        raise ArgumentError(
-            f"parallel.prepare: {type(model).__name__} is not sharded; "
-            "call torch.distributed.fsdp.fully_shard on it first"
-        )
-    found = []
-    shared: dict[int, tuple[str, Quantizer]] = {}
-    for name, module, layer, attribute, quantizer in _weights(model, recipe):
-        _require_cuttable(name, module, attribute, quantizer, mesh)
-        if layer in module._modes:
-            _require_whole_parts(name, module, layer, attribute, quantizer, mesh)
-        first, its = shared.setdefault(id(module._parameters[attribute]), (name, quantizer))
-        if its != quantizer:
-            raise ValueError(
-                f"parallel.prepare: {first} and {name} are one weight, which the recipe quantizes in two ways: "
-                f"{its} and {quantizer}"
-            )
-        found.append((name, module, layer, attribute, quantizer))
+    error: Exception | None = None
+    found: list[_Weight] = []
+    left: dict[str, str] = {}
+    try:
+        found, left = _found(model, mesh, recipe, recompute)
+    except Exception as raised:  # whatever it is, the other ranks have to know of it
+        error = raised
+    _require_alike(model, mesh, recipe, recompute, (found, left), error)
+    if left:
+        said = f"parallel.prepare: FSDP2 gathers these weights in high precision: {_listed(left)}"
+        warnings.warn(said, GatherWarning, stacklevel=2)
     amaxes, managed = WholeAmaxes(), _managed(model)
     parts: dict[int, Parts] = collections.defaultdict(Parts)
     gathers: dict[int, Gather] = {}  # modules may share a weight
@@ -96,6 +92,116 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     model.register_forward_pre_hook(before_forward, prepend=True)
 
 
+class _Weight(NamedTuple):
+    """A weight that the recipe quantizes. `name`: the full one."""
+
+    name: str
+    module: QuantizedModule
+    layer: str
+    attribute: str
+    quantizer: Quantizer
+
+
+def _found(model: nn.Module, mesh: Any, recipe: Recipe, recompute: bool) -> tuple[list[_Weight], dict[str, str]]:
+    """Returns the weights that are gathered quantized, and the reasons why others are not, by their names."""
+    from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
+
+    require_recipe("parallel.prepare", recipe, optional=False)
+    require_switches("parallel.prepare", recompute=recompute)
+    if not isinstance(model, FSDPModule):
+        raise ArgumentError(
+            f"parallel.prepare: {type(model).__name__} is not sharded; "
+            "call torch.distributed.fsdp.fully_shard on it first"
+        )
+    weights, reasons = list(_weights(model, recipe)), {}
+    shared: dict[int, tuple[str, Quantizer]] = {}
+    for weight in weights:
+        name, module, layer, attribute, quantizer = weight
+        reasons[name] = _require_cuttable(name, module, attribute, quantizer, mesh)
+        if layer in module._modes:
+            _require_whole_parts(name, module, layer, attribute, quantizer, mesh)
+        first, its = shared.setdefault(id(module._parameters[attribute]), (name, quantizer))
+        if its != quantizer:
+            raise ValueError(
+                f"parallel.prepare: {first} and {name} are one weight, which the recipe quantizes in two ways: "
+                f"{its} and {quantizer}"
+            )
+    reasons |= _read_otherwise(model, weights)
+    found = [weight for weight in weights if not reasons[weight.name]]
+    left = {name: reason for name, reason in reasons.items() if reason}
+    if left and not found:
+        raise ShapeError(f"parallel.prepare: no weight can be gathered quantized: {_listed(left)}")
+    return found, left
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join([f"{name} {reason}" for name, reason in reasons.items()])
+
+
+def _read_otherwise(model: nn.Module, weights: list[_Weight]) -> dict[str, str]:
+    """Returns, by their names, why weights stay in high precision that other modules read too, without quantizing
+    them. **Raises** UnsupportedError for weights that FSDP2 does not gather, or reshards over fewer ranks."""
+    managed, quantized = _managed(model), {(id(weight.module), weight.attribute) for weight in weights}
+    names, reasons = {id(module): name for name, module in model.named_modules()}, {}
+    for name, module, _, attribute, _ in weights:
+        if (id(module), attribute) not in managed:
+            raise UnsupportedError(f"parallel.prepare: {name} is a DTensor that no fully_shard in the model gathers")
+        param, group = managed[id(module), attribute]
+        if group._use_post_forward_mesh:
+            raise UnsupportedError(
+                f"parallel.prepare: {name} is sharded with reshard_after_forward="
+                f"{group.post_forward_mesh_info.shard_mesh_size}: after forward FSDP2 cuts what was gathered over "
+                "fewer ranks, and quantized weights cannot be cut again; give fully_shard reshard_after_forward=True "
+                "or False"
+            )
+        others = [
+            f"{names.get(id(owner), '')}.{of_owner} ({type(owner).__name__})".removeprefix(".")
+            for owner, of_owner in _owners(param)
+            if (id(owner), of_owner) not in quantized
+        ]
+        if others:
+            reasons[name] = f"is the same as {', '.join(others)}, which reads it in high precision"
+    return reasons
+
+
+def _require_alike(
+    model: Any,
+    mesh: Any,
+    recipe: Any,
+    recompute: Any,
+    weights: tuple[list[_Weight], dict[str, str]],
+    error: Exception | None,
+) -> None:
+    """Compares what ranks gather over a mesh and the tensor-parallel groups of a model's modules. **Raises** this
+    rank's own error, or RankMismatchError if ranks differ."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise error or ArgumentError(f"parallel.prepare: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    modules = [m for m in model.modules() if isinstance(m, QuantizedModule)] if isinstance(model, nn.Module) else []
+    cut = {id(m.tp_group): m.tp_group for m in modules if m.tp_group is not None}
+    values = {"an error": "none" if error is None else f"{type(error).__name__}: {error}"}
+    for name, module, _, attribute, quantizer in weights[0]:
+        values |= {
+            f"the module of {name}": type(module).__name__,
+            f"the recipe of {name}": described(recipe if module.recipe is None else module.recipe),
+            f"the format of {name}": described(quantizer),
+            f"the shape of {name}": str(list(module._parameters[attribute].shape)),  # type: ignore[union-attr]
+            f"recompute of {name}": str(recompute),
+            f"tp_size of {name}": str(module.tp_size),
+            f"sequence_parallel of {name}": str(module.sequence_parallel),
+        }
+    values |= {f"the gather of {name}": f"high precision: {reason}" for name, reason in weights[1].items()}
+    groups = [mesh.get_group(i) for i in range(mesh.ndim)] + list(cut.values())
+    try:
+        require_alike("parallel.prepare", values, groups, torch.empty(0, device=mesh.device_type).device)
+    except RankMismatchError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+
+
 def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     """FSDP2's objects (of the parameter, of its group) by the module's id and the parameter's name in it."""
     from torch.distributed.fsdp import FSDPModule
@@ -103,17 +209,20 @@ def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     made = {}
     for module in model.modules():
         state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group for each module
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            for param in () if group is None else group.fsdp_params:
-                at = param._module_info
-                modules = zip([at.module, *at.shared_modules], [at.param_name, *at.shared_param_names], strict=True)
-                made |= {(id(owner), name): (param, group) for owner, name in modules}
+        for group in () if state is None else fsdp_groups(state):
+            for param in group.fsdp_params:
+                made |= {(id(owner), name): (param, group) for owner, name in _owners(param)}
     return made
 
 
-def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedModule, str, str, Quantizer]]:
-    """The weights that the recipe quantizes: (full name, module, layer, attribute, quantizer)."""
+def _owners(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that have a parameter of FSDP2's, with its name in each."""
+    at = param._module_info
+    return list(zip([at.module, *at.shared_modules], [at.param_name, *at.shared_param_names], strict=True))
+
+
+def _weights(model: nn.Module, recipe: Recipe) -> Iterator[_Weight]:
+    """The weights that the recipe quantizes."""
     for prefix, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
@@ -123,7 +232,7 @@ def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedM
             chosen = recipe if module.recipe is None else module.recipe
             quantizer = held_quantizer("parallel.prepare", chosen, module.module_kind, module._role_name(layer), name)
             if quantizer is not None and attribute in module._parameters:
-                yield name, module, layer, attribute, quantizer
+                yield _Weight(name, module, layer, attribute, quantizer)
 
 
 def _shape_of_part(module: QuantizedModule, attribute: str) -> list[int]:
@@ -134,7 +243,9 @@ def _shape_of_part(module: QuantizedModule, attribute: str) -> list[int]:
     return shape
 
 
-def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quantizer: Quantizer, mesh: Any) -> None:
+def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quantizer: Quantizer, mesh: Any) -> str:
+    """Returns why ranks cannot share a weight of its shape, or nothing. **Raises** UnsupportedError or ArgumentError
+    where the reason is not its shape."""
     from torch.distributed.tensor import DTensor
 
     op, parameter = f"parallel.prepare: {name}", module._parameters[attribute]
@@ -162,15 +273,17 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
     rows, ranks = _shape_of_part(module, attribute)[0], of_parameter.size(of_parameter.ndim - 1)
     fmt = quantizer.format
     if parameter.dim() == 3:
-        if rows % ranks:
-            raise ShapeError(f"{op} {list(parameter.shape)} stacks {rows} weights, and {ranks} ranks hold whole ones")
-        return
+        whole = rows % ranks == 0
+        return "" if whole else f"{list(parameter.shape)} stacks {rows} weights, and {ranks} ranks hold whole ones"
     block = 1 if fmt.per_tensor else max(fmt.block_rows, fmt.block_cols if quantizer.columnwise else 1)
-    if rows % (ranks * block):
-        raise ShapeError(
-            f"{op} has {rows} rows, and {ranks} ranks with blocks of {block} rows ({fmt.name}) need a multiple of "
-            f"{ranks * block}: pad out_features, or use a format with smaller blocks"
-        )
+    if rows % (ranks * block) == 0:
+        return ""
+    if block == 1:
+        return f"has {rows} rows, and {ranks} ranks need a multiple of {ranks}: pad out_features"
+    return (
+        f"has {rows} rows, and {ranks} ranks with blocks of {block} rows ({fmt.name}) need a multiple of "
+        f"{ranks * block}: pad out_features, or use a format with smaller blocks"
+    )
 
 
 def _require_whole_parts(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from diptych.common.errors import CheckpointError
+from diptych.torch.modules.agreement import by_rank
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def agree(what: str, value: Any, group: Any = None) -> None:
     """**Raises** CheckpointError on all ranks if their values differ."""
     values = _run(lambda: value, group, share=True)[1]
     if any(other != values[0] for other in values):
-        raise CheckpointError(f"ranks differ in {what}: {', '.join(_by_rank(values))}")
+        raise CheckpointError(f"ranks differ in {what}: {', '.join(by_rank(dict(enumerate(values))))}")
 
 
 def _nothing() -> Any:
@@ -67,16 +68,5 @@ def _run(work: Callable[[], Any], group: Any, share: bool = False) -> tuple[Any,
         dist.all_gather_object(found, (said, result if share else None), group)
     problems = [problem for problem, _ in found]
     if any(problems):
-        raise CheckpointError("; ".join(_by_rank(problems))) from error
+        raise CheckpointError("; ".join(by_rank(dict(enumerate(problems))))) from error
     return result, [value for _, value in found]
-
-
-def _by_rank(values: list[Any]) -> list[str]:
-    """Each value that is not None, with the ranks that have it; without them if all have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        if value is not None:
-            ranks.setdefault(str(value), []).append(rank)
-    return [
-        text if len(had) == len(values) else f"{text} (rank {', '.join(map(str, had))})" for text, had in ranks.items()
-    ]

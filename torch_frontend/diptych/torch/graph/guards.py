@@ -12,11 +12,11 @@ def variable(context: Any, local: str) -> Any:
 
 
 def before_each_call(
-    context: Any, local: str, fits: Callable[[Any], bool], runs: Callable[[], None] | None = None
+    context: Any, local: str, fits: Callable[[Any], bool], runs: Callable[[], object] | None = None
 ) -> None:
     """Adds a guard to the graph that is being traced: before each run it calls `fits` on the object of this local, and
     the graph may run if that returns True. Dynamo's own guards on the object's attributes follow. `runs`: called when
-    all guards hold, so that the graph runs next."""
+    all guards hold, so that the graph runs next, unless this returns something: Dynamo traces again then."""
     source = variable(context, local).source
     if source is None:  # made by the traced code itself
         return

@@ -172,6 +172,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         elsewhere = self._weight_gradients
         sink = None if elsewhere is None else elsewhere.of(weight)
         cut = self._cut(layer) if self.tp_size > 1 else None
+        if cut is not None:
+            self._require_alike(layer, HIGH_PRECISION, self._plan_of(layer, HIGH_PRECISION), weight)
         return Options(self.module_kind, group=self.tp_group, weight_grad=sink, cut=cut)
 
     def _plain_run(self, weight: Tensor, layer: str = "") -> tuple[Recipe, Options]:
@@ -233,6 +235,9 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 return plain, None
         s = schedule(recipe, self.module_kind, name, False, False)
         states, rng, scales, updated = None, None, None, None
+        cut = self._cut(layer) if self.tp_size > 1 else None
+        if cut is not None and not compiling:  # before delayed scales are reduced over the ranks
+            self._require_alike(layer, recipe, s.plan, x)
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
             given = (s.plan, layer, recipe, x.device, record)
             # Outside of regions a recipe is the module's own, and delayed scaling takes each call as a step.
@@ -242,7 +247,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 else:
                     states, rng, scales, record = self._states_for(*given)
         group = None
-        cut = self._cut(layer) if self.tp_size > 1 else None
+        if cut is not None and compiling:  # after Dynamo has made the states
+            self._require_alike(layer, recipe, s.plan, x)
         if recipe.amax_group or cut is not None:
             group = self._amax_group(recipe, STATE.amax_groups)
         gradients = self._weight_gradients

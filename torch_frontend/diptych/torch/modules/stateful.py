@@ -212,7 +212,7 @@ class StatefulModule(nn.Module):
             missing.remove(f"{prefix}rng_state")
 
 
-_OF_A_STEP = ("_ran", "_caches")
+_OF_A_STEP = ("_ran", "_caches", "_compared", "_differs")
 
 
 def _drawn_rng(device: torch.device) -> Tensor:

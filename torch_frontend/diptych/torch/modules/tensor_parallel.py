@@ -9,17 +9,26 @@ of one layer, ranks of other dimensions of a mesh included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
-from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, RankMismatchError, ShapeError, UnsupportedError
+from diptych.common.layers.groups import HIGH_PRECISION
+from diptych.common.layers.plan import LinearPlan
 from diptych.common.recipes import Recipe
+from diptych.torch.graph.guards import before_each_call
+from diptych.torch.layers.options import schedule
 from diptych.torch.layers.tensor_parallel import COLUMN, ROW, Cut
+from diptych.torch.modules.agreement import described, require_alike
 from diptych.torch.modules.model_init import initial_recipe, initialize
+from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import amax_group
+from diptych.torch.state.checkpoint import aside
 
 
 class _Held:
@@ -65,6 +74,12 @@ class TensorParallelModule(nn.Module):
     _modes: Mapping[str, str] = {}  # COLUMN or ROW, by layer
     _cut_extents: Mapping[str, str] = {}  # attributes of the extents that are cut, by the first layer's mode
     _styled = False  # whether a ParallelStyle has made the parameters DTensors
+    # Of a StatefulModule, with which it is joined.
+    module_kind: str
+    _role_name: Callable[[str], str]
+    _rng: Callable[[torch.device, Recipe], Tensor]
+    _compared: dict[Any, Any] | None = None  # the calls that ranks have compared; it saves comparing again
+    _differs: RankMismatchError | None = None  # what a guard found, for the call that Dynamo traces next
     _gathered: tuple[str, ...] = ()  # layers whose weights come quantized by the whole weight's amax (parallel.prepare)
 
     @property
@@ -156,6 +171,54 @@ class TensorParallelModule(nn.Module):
             )
         return self._tp_group.group
 
+    def _require_alike(self, layer: str, recipe: Recipe, plan: LinearPlan, x: Tensor) -> None:
+        """Compares what a layer runs by over its group, at its first call by a recipe, for an input or weight `x`.
+        **Raises** RankMismatchError on every rank if they differ. Nothing is exchanged for fake tensors, of which one
+        rank alone may have some, nor for those on the meta device."""
+        if not torch.compiler.is_compiling():
+            key = self._call_of(layer, plan, x.dtype)
+            if key not in (self._compared or ()) and not x.is_meta and detect_fake_mode() is None:
+                aside(self._compare, key, plan, recipe, x.device)
+            return
+        from torch._dynamo.comptime import comptime  # importing it takes a second
+
+        dtype, device = x.dtype, x.device  # noqa: F841 - read below
+        comptime(_compare_while_tracing)
+
+    def _plan_of(self, layer: str, recipe: Recipe) -> LinearPlan:
+        return schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
+
+    def _call_of(self, layer: str, plan: LinearPlan, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns by what a layer's call is known as one that ranks have compared."""
+        return layer, id(plan), id(self._tp_group.group), dtype, self.sequence_parallel
+
+    def _compare(self, key: tuple[Any, ...], plan: LinearPlan, recipe: Recipe, device: torch.device) -> None:
+        """Compares a call over the ranks of its group. **Raises** RankMismatchError on every rank if they differ."""
+        if (error := self.__dict__.pop("_differs", None)) is not None:
+            raise error
+        layer, *_, dtype, sequence_parallel = key
+        group, name = self._require_group(), self._role_name(layer)
+        rng = self._rng(device, recipe) if plan.needs_rng else None
+        operands = {"the input": plan.input, "the weight": plan.weight, "the output's gradient": plan.grad_output}
+        values = {
+            "the recipe": "none: high precision" if recipe is HIGH_PRECISION else described(recipe),
+            **{f"the format of {operand}": described((t.rowwise, t.columnwise)) for operand, t in operands.items()},
+            "the formats of results": described(plan.results),
+            "options of the products": described(plan.options),
+            "the dtype": str(dtype),
+            "tp_size": str(self.tp_size),
+            "sequence_parallel": str(sequence_parallel),
+            "parallel_mode": self._modes[layer],
+            "whether parallel.prepare gathers the weight": str(layer in self._gathered),
+            "the random state (ranks that share a layer call diptych.torch.seed_rng alike)": (
+                "none" if rng is None else str(rng.tolist())
+            ),
+        }
+        require_alike(f"{type(self).__name__} {name!r}" if name else type(self).__name__, values, [group], device)
+        if self._compared is None:
+            self._compared = {}
+        self._compared[key] = plan, group  # held, so that their ids stay their own
+
     def _amax_group(self, recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
         """Returns the process group that amaxes of a call, or of delayed scales, are reduced over, or None.
 
@@ -241,6 +304,37 @@ class TensorParallelModule(nn.Module):
             return ""
         modes = "+".join(self._modes.values())
         return f", {modes}-parallel over {self.tp_size}{', sequence_parallel' if self.sequence_parallel else ''}"
+
+
+def _compare_while_tracing(context: Any) -> None:
+    """Runs where Dynamo traces `_require_alike`. Before a run of the graph by a module that has not compared the call,
+    it is compared, too; if ranks differ there, Dynamo traces again, which raises the error."""
+    names = ("self", "layer", "recipe", "dtype", "device")
+    module, layer, recipe, dtype, device = [traced_local(context, name) for name in names]
+    plan = module._plan_of(layer, recipe)
+    key = module._call_of(layer, plan, dtype)
+    if key not in (module._compared or ()):
+        module._compare(key, plan, recipe, device)
+    waiting: list[weakref.ref[Any]] = []
+
+    def fits(other: Any) -> bool:
+        waiting[:] = [] if key in (other._compared or ()) else [weakref.ref(other)]
+        return True  # the module's own recipe and options are not known to be the graph's yet
+
+    def compare() -> RankMismatchError | None:
+        other: Any = waiting.pop()() if waiting else None
+        if other is None:
+            return None
+        of_other = other._plan_of(layer, recipe)  # it may have another name, group or options
+        key_of_other = other._call_of(layer, of_other, dtype)
+        try:
+            if other._differs is None and key_of_other not in (other._compared or ()):  # Dynamo may ask again
+                other._compare(key_of_other, of_other, recipe, device)
+        except RankMismatchError as error:  # a guard cannot raise
+            other.__dict__["_differs"] = error
+        return other._differs
+
+    before_each_call(context, "self", fits, compare)
 
 
 def _names(layer: str) -> tuple[str, str]:
