@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import cases
-from diptych.torch.modules import base
-from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.modules import base, weight_cache
 from diptych.torch.modules.stateful import StatefulModule
 from diptych.torch.state import checkpoint
 from fuzz import modules
@@ -39,10 +38,11 @@ def another_region(monkeypatch: Any) -> None:
 def kept_again(monkeypatch: Any) -> None:
     """A recomputation reads and writes the weight that is kept across microbatches."""
 
-    def kept(self: Any, layer: str, weight: Any, recipe: Any, options: Any, *given: Any) -> Any:
-        return self._cache(layer).get(weight, recipe, options, True, *given)
+    def kept(module: Any, layer: str, weight: Any, recipe: Any, options: Any, *given: Any) -> Any:
+        weight_cache._make(module, (layer,))
+        return module._caches[layer].get(weight, recipe, options, True, *given)
 
-    monkeypatch.setattr(QuantizedModule, "_kept_weight", kept)
+    monkeypatch.setattr(base, "kept_weight", kept)
 
 
 def seed_lost(monkeypatch: Any) -> None:

@@ -25,20 +25,18 @@ from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.plan import LinearPlan
 from diptych.common.layers.schedule import OFFSETS
 from diptych.common.recipes import Recipe
-from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
-from diptych.torch.graph.guards import before_each_call
+from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
 from diptych.torch.layers.options import Options, plain_options, schedule
 from diptych.torch.layers.quantize import rng_take
-from diptych.torch.layers.weight_gradients import WeightGradients, require_while_tracing
+from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.tensor_parallel import TensorParallelModule
-from diptych.torch.modules.tracing import begin_again, make_states
-from diptych.torch.modules.weight_cache import Kept, WeightCache
+from diptych.torch.modules.tracing import before_tracing, begin_again, make_states
+from diptych.torch.modules.weight_cache import WeightCache, kept_weight
 from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import (
     STATE,
     autocast,
@@ -48,10 +46,9 @@ from diptych.torch.state.autocast import (
     unrecorded,
     warn_without_regions,
 )
-from diptych.torch.state.checkpoint import aside, backward_ahead, tape_call, taped_call
+from diptych.torch.state.checkpoint import aside, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast
 from diptych.torch.state.update import update_once
-from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 
 _NO_REGION = contextlib.nullcontext()
@@ -201,7 +198,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
         recipe, inside = self._active_recipe(), STATE.inside  # noqa: F841 - read below
-        comptime(_before_tracing)
+        comptime(before_tracing)
         if recipe is None and STATE.calibrating is not None:
             return CALIBRATING
         elsewhere = self._weight_gradients
@@ -258,7 +255,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         )  # fmt: skip
         if cached and not isinstance(weight, QuantizedTensorBase):
             given = (weight, recipe, options, rng, is_first_microbatch, skip_weight_update)
-            options = options._replace(weight_copies=self._kept_weight(layer, *given))
+            options = options._replace(weight_copies=kept_weight(self, layer, *given))
         elif not compiling and self._prepared is not None and group is None:
             grad = torch.is_grad_enabled()
             calls = schedule(recipe, self.module_kind, name, True, False).w if grad else s.w
@@ -431,75 +428,3 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 "make it with delay_wgrad_compute=True"
             )
         self._weight_gradients.run()
-
-    def _kept_weight(self, layer: str, weight: Tensor, recipe: Recipe, options: Options, *given: Any) -> Copies:
-        """Returns the copies of a weight that is kept across microbatches. A recomputation takes those of its forward,
-        and keeps none."""
-        cache = self._cache(layer)
-        if torch.compiler.is_compiling():
-            # A norm before the layer needs dgrad, whether x does or not.
-            return cache.get(weight, recipe, options, self.training or torch.is_grad_enabled(), *given)
-        call = f"kept weight {layer}"
-        taped = taped_call(self, call)
-        if taped is None:
-            copies = aside(cache.get, weight, recipe, options, self.training or backward_ahead(), *given)
-            tape_call(self, call, None, Kept.of(copies), None)
-            return copies
-        return taped.states.copies(type(self).__name__)
-
-    def _cache(self, layer: str) -> WeightCache:
-        if torch.compiler.is_compiling():
-            from torch._dynamo.comptime import comptime  # importing it takes a second
-
-            comptime(_cache_made_while_tracing)
-        else:
-            self._make_cache(layer)
-        return self._caches[layer]  # type: ignore[index]
-
-    def _make_cache(self, layer: str) -> None:
-        if self._caches is None:
-            self._caches = {}
-        self._caches.setdefault(layer, WeightCache())
-
-
-class _Outside:
-    """The guard of a graph that was traced outside of regions. It may not run where nothing says which region the call
-    belongs to and the module has run otherwise: `_before_tracing` then refuses."""
-
-    def __init__(self, quantized: bool) -> None:
-        self.quantized = quantized
-
-    def __call__(self, module: Any) -> bool:
-        return not unrecorded() or (not self.quantized) not in getattr(module, "_ran", ())
-
-
-def _before_tracing(context: Any) -> None:
-    """Runs first where Dynamo traces a module's call. **Raises** what `_require_recorded` raises."""
-    prepare()
-    module, quantized = traced_local(context, "self"), traced_local(context, "recipe") is not None
-    if module._prepared is not None:
-        module._prepared.warn_of_graphs()
-    require_while_tracing(context, module)
-    inside = traced_local(context, "inside")
-    module._require_recorded(quantized, not inside and unrecorded())
-    if not inside:
-        before_each_call(context, "self", _Outside(quantized))
-        if not quantized and module.training and torch.is_grad_enabled():
-            warn_without_regions(type(module).__name__)
-
-
-def _cache_made_while_tracing(context: Any) -> None:
-    """Makes the caches of all layers, so that a first call's graph serves later calls and other modules too: Dynamo
-    does not look again at what it has seen."""
-    module = traced_local(context, "self")
-    layers = tuple(dict.fromkeys((*module.layers, traced_local(context, "layer"))))
-
-    def make(module: Any) -> bool:
-        held = getattr(module, "_caches", ())
-        if held is None or (held != () and any([layer not in held for layer in layers])):
-            for layer in layers:
-                module._make_cache(layer)
-        return True
-
-    make(module)
-    before_each_call(context, "self", make)

@@ -1,4 +1,5 @@
-"""Makes the states and buffers that a graph reads and writes, before it is traced and before it runs.
+"""Code that runs where Dynamo traces a module's call: it makes the states and buffers that a graph reads and writes,
+before it is traced and before it runs, and refuses calls that nobody recorded.
 
 A graph makes no buffers. Where Dynamo traces a module's call, `comptime` runs diptych's code on the real module, which
 makes the missing ones. A guard does the same for each other module that runs the graph later, so that equal modules
@@ -18,10 +19,41 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.layers.plan import LinearPlan
+from diptych.torch.graph.eager_only import prepare
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
+from diptych.torch.layers.weight_gradients import require_while_tracing
 from diptych.torch.primitives.register import traced_local
-from diptych.torch.state.autocast import STATE
+from diptych.torch.state.autocast import STATE, unrecorded, warn_without_regions
+
+# --- regions ----------------------------------------------------------------------------------------------
+
+
+class _Outside:
+    """The guard of a graph that was traced outside of regions. It may not run where nothing says which region the call
+    belongs to and the module has run otherwise: `before_tracing` then refuses."""
+
+    def __init__(self, quantized: bool) -> None:
+        self.quantized = quantized
+
+    def __call__(self, module: Any) -> bool:
+        return not unrecorded() or (not self.quantized) not in getattr(module, "_ran", ())
+
+
+def before_tracing(context: Any) -> None:
+    """Runs first where Dynamo traces a module's call. **Raises** what `_require_recorded` raises."""
+    prepare()
+    module, quantized = traced_local(context, "self"), traced_local(context, "recipe") is not None
+    if module._prepared is not None:
+        module._prepared.warn_of_graphs()
+    require_while_tracing(context, module)
+    inside = traced_local(context, "inside")
+    module._require_recorded(quantized, not inside and unrecorded())
+    if not inside:
+        before_each_call(context, "self", _Outside(quantized))
+        if not quantized and module.training and torch.is_grad_enabled():
+            warn_without_regions(type(module).__name__)
+
 
 # --- states -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from diptych.torch.layers.quantize import quantize_weight
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import define, traced_local
+from diptych.torch.state.checkpoint import aside, backward_ahead, tape_call, taped_call, taping
 from diptych.torch.state.scales import warn_once
 from diptych.torch.tensors.copies import Copies, with_scales
 
@@ -261,3 +262,51 @@ def _key(calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) 
             ]
         ),
     )
+
+
+# --- of modules ------------------------------------------------------------------------------------------------------
+
+
+def kept_weight(module: Any, layer: str, weight: Tensor, recipe: Recipe, options: Options, *given: Any) -> Copies:
+    """Returns the copies of a module's weight that is kept across microbatches. A recomputation takes those of its
+    forward, and keeps none. `given`: the last arguments of `WeightCache.get`."""
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime  # importing it takes a second
+
+        comptime(_made_while_tracing)
+        # A norm before the layer needs dgrad, whether x does or not.
+        columnwise = module.training or torch.is_grad_enabled()
+        return module._caches[layer].get(weight, recipe, options, columnwise, *given)
+    call = f"kept weight {layer}"
+    taped = taped_call(module, call)
+    if taped is None:
+        _make(module, (layer,))
+        columnwise = module.training or backward_ahead()
+        copies = aside(module._caches[layer].get, weight, recipe, options, columnwise, *given)
+        if taping():
+            tape_call(module, call, None, Kept.of(copies), None)
+        return copies
+    return taped.states.copies(type(module).__name__)
+
+
+def _make(module: Any, layers: tuple[str, ...]) -> None:
+    if module._caches is None:
+        module._caches = {}
+    for layer in layers:
+        if layer not in module._caches:
+            module._caches[layer] = WeightCache()
+
+
+def _made_while_tracing(context: Any) -> None:
+    """Makes the caches of all layers, so that a first call's graph serves later calls and other modules too: Dynamo
+    does not look again at what it has seen."""
+    module = traced_local(context, "module")
+    layers = tuple(dict.fromkeys((*module.layers, traced_local(context, "layer"))))
+
+    def make(module: Any) -> bool:
+        if hasattr(module, "_caches"):
+            _make(module, layers)
+        return True
+
+    make(module)
+    before_each_call(context, "module", make)

@@ -112,6 +112,11 @@ def backward_ahead() -> bool:
     return torch.is_grad_enabled() or any([context.tape.grad for context in _STACK.contexts])
 
 
+def taping() -> bool:
+    """Whether a tape is running, which `tape_call` writes."""
+    return bool(_STACK.contexts)
+
+
 def taped_call(module: nn.Module | None, layer: str) -> Entry | None:
     """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does."""
     recorders = []
@@ -136,7 +141,7 @@ def tape_call(
 ) -> None:
     """Writes a call onto the tapes that are running. `states`: ScaleStates or None. `used`: the scales that the call
     uses, which hold those of `states` from its region on. `record`: whether it records."""
-    if not _STACK.contexts:
+    if not taping():
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
     for context in _STACK.contexts:
