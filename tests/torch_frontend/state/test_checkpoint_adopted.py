@@ -134,8 +134,11 @@ def test_around_compiled_code(kind, name):
     """Equal models share their graphs, so that the cells of one recipe compile once: those of training, of evaluation
     and of the other recipe."""
     torch._dynamo.reset()
-    call, recipe = torch.compile(_call, backend="aot_eager", fullgraph=True), NAMED[name]
-    want = train(recipe, lambda fn, x: fn(x), "nothing", None)
+    # torch's selective contexts take no ops that write in place as aot_eager runs them, inside of a higher-order op.
+    # Inductor's GELU has bits of its own.
+    backend = "inductor" if kind == "selective" else "aot_eager"
+    call, recipe = torch.compile(_call, backend=backend, fullgraph=True), NAMED[name]
+    want = train(recipe, lambda fn, x: fn(x), "nothing", None, call=call if kind == "selective" else _call)
     for between, around in itertools.product(BETWEEN, AROUND):
         got = train(recipe, KINDS[kind], between, AROUND[around], call=call)
         for key in want:
