@@ -386,7 +386,24 @@ def on_rank(rank: int, groups: Any) -> dict[str, list[bool]]:
         leaves = {"dx": x, "dw": other.weight, "db": other.bias}
         made = {n: torch.autograd.grad(y, t, part["dy"], retain_graph=True)[0] for n, t in leaves.items()}
         found[str(case)] = [torch.equal(made[n], want[n]) for n in leaves]
+        found[f"{case} in a transform"] = transformed(case, groups["data"], other, part, want)
     return found
+
+
+def transformed(case: Case, group: Any, like: Any, part: Any, want: Any) -> list[bool]:
+    """A step by torch.func.vjp, whose collectives run below the transform."""
+    layer = linear(case, group)
+    layer.seed_rng(SEED)
+    parameters = {"weight": like.weight.detach(), "bias": like.bias.detach()}
+
+    def run(x: Tensor, parameters: Any) -> Tensor:
+        with dt.autocast(recipe=EVERY[case.recipe]):
+            return torch.func.functional_call(layer, parameters, (x,))
+
+    back = torch.func.vjp(run, part["x"].detach(), parameters)[1]
+    dx, of_parameters = back(part["dy"])
+    got = {"dx": dx, "dw": of_parameters["weight"], "db": of_parameters["bias"]}
+    return [torch.equal(got[n], want[n]) for n in got]
 
 
 @needs_gloo

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diptych.common.ops.activation import ActivationOptions
+from diptych.torch.graph import functorch
+from diptych.torch.graph.eager_only import outside
 from diptych.torch.primitives.activation import activation, activation_grad
 from diptych.torch.primitives.checks import (
     refuse_second_derivative,
     require_no_tangent,
+    transforms_active,
 )
+
+_NAME = "diptych.torch's activation"
 
 
 class _Activate(torch.autograd.Function):
@@ -24,11 +30,31 @@ class _Activate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivative("diptych.torch's activation")
-        return activation_grad(dy, ctx.saved_tensors[0], ctx.options), None
+        refuse_second_derivative(_NAME)
+        (x,) = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and functorch.mapped(dy):  # it has no memory
+            return functorch.below(_NAME, lambda dy, x: [activation_grad(dy, x, ctx.options)], dy, x)[0], None
+        return activation_grad(dy, x, ctx.options), None
+
+
+@dataclasses.dataclass
+class _Arguments:
+    x: Tensor
+    options: ActivationOptions
+
+
+_below = functorch.Verb(
+    _NAME, _Arguments, ("x",),
+    lambda a, needs: ((activation(a.x, a.options),), []),
+    lambda a, needs, saved, grads: [activation_grad(grads[0], a.x, a.options)],
+)  # fmt: skip
 
 
 def activate(x: Tensor, options: ActivationOptions) -> Tensor:
     """An activation in x's dtype; its gradient is that of `activation_grad`."""
-    require_no_tangent("diptych.torch's activation", x)
+    require_no_tangent(_NAME, x)
+    if transforms_active():
+        if torch.compiler.is_compiling():
+            return outside(activate, x, options)
+        return functorch.call(_below, _Arguments(x, options))[0]
     return _Activate.apply(x, options)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diptych.common.ops.norm import NormOptions
+from diptych.torch.graph import functorch
+from diptych.torch.graph.eager_only import outside
 from diptych.torch.primitives.checks import (
     refuse_second_derivative,
     require_no_tangent,
+    transforms_active,
 )
 from diptych.torch.primitives.norm import norm, norm_grad
+
+_NAME = "diptych.torch's norm"
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -26,13 +32,52 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivative("diptych.torch's norm")
+        refuse_second_derivative(_NAME)
         options, has_beta = ctx.call
         x, gamma, mu, rsigma = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and functorch.mapped(dy):  # it has no memory
+            a = _Arguments(x, gamma, gamma if has_beta else None, options)
+            made = functorch.below(_NAME, lambda dy, *t: _backward(a, _TENSORS, list(t), [dy]), dy, *_stats(mu, rsigma))
+            return *made, *[None] * (4 - len(made))
         return *norm_grad(dy, x, gamma, mu, rsigma, options, has_beta), None
+
+
+_TENSORS = ("x", "gamma", "beta")
+
+
+@dataclasses.dataclass
+class _Arguments:
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    options: NormOptions
+
+
+def _stats(mu: Tensor | None, rsigma: Tensor) -> list[Tensor]:
+    return [rsigma] if mu is None else [mu, rsigma]
+
+
+def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    mu, rsigma, y = norm(a.x, a.gamma, a.beta, a.options)
+    assert y is not None
+    return (y,), _stats(mu, rsigma)
+
+
+def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Any]) -> list[Tensor]:
+    mu, rsigma = saved if len(saved) == 2 else (None, saved[0])
+    made = norm_grad(grads[0], a.x, a.gamma, mu, rsigma, a.options, a.beta is not None)
+    by_name: dict[str, Tensor | None] = dict(zip(_TENSORS, made, strict=True))
+    return [t for name in needs if (t := by_name[name]) is not None]
+
+
+_below = functorch.Verb(_NAME, _Arguments, _TENSORS, _forward, _backward)
 
 
 def layernorm(x: Tensor, gamma: Tensor, beta: Tensor | None, options: NormOptions) -> Tensor:
     """The norm of x [..., K] in x's dtype; its gradients are those of `norm_grad`."""
-    require_no_tangent("diptych.torch's norm", x, gamma, beta)
+    require_no_tangent(_NAME, x, gamma, beta)
+    if transforms_active():
+        if torch.compiler.is_compiling():
+            return outside(layernorm, x, gamma, beta, options)
+        return functorch.call(_below, _Arguments(x, gamma, beta, options))[0]
     return _LayerNorm.apply(x, gamma, beta, options)

@@ -28,23 +28,29 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.torch.graph import flops
+from diptych.torch.graph import flops, functorch
+from diptych.torch.graph.eager_only import outside
 from diptych.torch.graph.engine import asked
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_sizes, take, take_output, take_sizes
-from diptych.torch.graph.program import EagerBackward, EagerForward, Layout, MakeReplay, Programs
-from diptych.torch.graph.proto import TensorProto, proto_of
-from diptych.torch.graph.traced import mark, traced_function
+from diptych.torch.graph.program import EagerBackward, EagerForward, MakeReplay, Memo, Programs, memo_of
+from diptych.torch.graph.proto import TensorProto
+from diptych.torch.graph.traced import NoGrad, as_bytes, fixed, mark, new_memory, traced_function
 from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives.checks import refuse_second_derivative, require_local, require_no_tangent
+from diptych.torch.primitives.checks import (
+    refuse_second_derivative,
+    require_local,
+    require_no_tangent,
+    transforms_active,
+)
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.constants import Group as Group
 from diptych.torch.primitives.register import direct
@@ -53,6 +59,7 @@ from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, Qu
 # --- the op ----------------------------------------------------------------------------------------------------------
 
 
+_is_mapped = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 _OF_THEIR_OWN = ("dtype", "group")  # kinds of fields that are an input of their own in a node's schema
 IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
@@ -69,7 +76,9 @@ class CustomOp:
     fields that get a gradient, all of `needs` where None. `remedy`: what the refusal of a second derivative ends with.
     `parts`: backward, and `backward_replay`, get a fifth argument, `asked`: those of `needs` whose gradients the engine
     asks for in this pass, as for `autograd.grad(inputs=...)`, or None for all of them. It reads `saved` by `needs`, and
-    returns the gradients of `gradients(arguments, asked)`. `forward_replay`, `backward_replay`: what forward and
+    returns the gradients of `gradients(arguments, asked)`. `draws`: (arguments, needs) -> for each field
+    with a random state, int32 [..., 4], the offsets between two examples of a vmap, and those that the op's fields
+    before it use in one example. `forward_replay`, `backward_replay`: what forward and
     backward get -> the `Replay` of an eager call; see `program`.
 
     **Raises:** TypeError for a dataclass with a field that cannot cross.
@@ -87,6 +96,7 @@ class CustomOp:
         gradients: Callable[..., tuple[str, ...]] | None = None,
         remedy: str = IN_HIGH_PRECISION,
         parts: bool = False,
+        draws: Callable[..., dict[str, tuple[int, int]]] | None = None,
         forward_replay: MakeReplay | None = None,
         backward_replay: MakeReplay | None = None,
     ) -> None:
@@ -96,7 +106,7 @@ class CustomOp:
         self.name, self.arguments = name, arguments
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
         self.forward, self.layout, self.backward = forward, layout, backward
-        self._keeps, self._gradients, self.remedy, self.parts = keeps, gradients, remedy, parts
+        self._keeps, self._gradients, self._draws, self.remedy, self.parts = keeps, gradients, draws, remedy, parts
         recordable = getattr(arguments, "recordable", False) and [f.kind for f in self.fields if f.schema] == ["group"]
         self._programs = Programs() if recordable else None
         self._backward_programs = (
@@ -106,9 +116,9 @@ class CustomOp:
         self.eager_backward = EagerBackward(backward, backward_replay)
         self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # a string: one guard of a graph
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
-        self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
+        self.lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
         self._has_written = any(f.kind == "written" for f in self.fields)
-        self._eager, self._plain = _eager_function(self)
+        self._plain = _eager_function(self)
         self._traced = traced_function(self)
         if not opaque.AVAILABLE:  # pragma: no cover - no supported torch
             return
@@ -146,7 +156,7 @@ class CustomOp:
             for count in range(len(self.differentiable) + 1):
                 results = ", ".join(["Tensor"] * count)
                 signature = f"(Tensor(a!)[] written, {', '.join(inputs)}) -> ({results})"
-                nodes.append(self._define(f"{short}_.r{count}", signature, _fixed(self._run_backward)))
+                nodes.append(self._define(f"{short}_.r{count}", signature, fixed(self._run_backward)))
             flops.register_node(nodes[-1], self._run_backward)
         flops.register_node(nodes[0], self._pure_backward)
         return tuple(nodes)
@@ -155,9 +165,12 @@ class CustomOp:
 
     def __call__(self, arguments: Any) -> tuple[Tensor, ...]:
         """The outputs, differentiable where grad mode is on and an argument requires it."""
-        needs = self.needs(arguments)
         if forward_ad._current_level >= 0:
             self._refuse_tangents([getattr(arguments, name) for name, _ in self._kinds()])
+        if transforms_active():
+            compiling = torch.compiler.is_compiling()
+            return outside(functorch.call, self, arguments) if compiling else functorch.call(self, arguments)
+        needs = self.needs(arguments)
         if not needs:
             return self.run(arguments, ())[0]
         if self.backward is None:
@@ -165,13 +178,15 @@ class CustomOp:
         values = [getattr(arguments, name) for name, _ in self._kinds()]
         if self.traced(values):
             return self._traced(needs, *values)
-        return self._eager(arguments, needs, *[getattr(arguments, n) for n in self.differentiable])
+        return self._plain(arguments, needs, *[getattr(arguments, n) for n in self.differentiable])
 
     def eager(self, arguments: Any) -> tuple[Tensor, ...]:
         """Runs the op without making a node, for a caller that has checked that nothing traces."""
         held = arguments.__dict__
         if forward_ad._current_level >= 0:
             self._refuse_tangents(held.values())
+        if transforms_active():
+            return functorch.call(self, arguments)
         needs = []
         if torch.is_grad_enabled():
             for name in self.differentiable:
@@ -180,8 +195,7 @@ class CustomOp:
                     needs.append(name)
         if not needs:
             return self.eager_forward(arguments, ())[0]
-        apply = self._eager if torch._C._are_functorch_transforms_active() else self._plain
-        return apply(arguments, tuple(needs), *[held[name] for name in self.differentiable])
+        return self._plain(arguments, tuple(needs), *[held[name] for name in self.differentiable])
 
     def _refuse_tangents(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -205,6 +219,12 @@ class CustomOp:
 
     def gradients(self, arguments: Any, needs: tuple[str, ...]) -> tuple[str, ...]:
         return needs if self._gradients is None else self._gradients(arguments, needs)
+
+    def draws(self, arguments: Any, needs: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        return {} if self._draws is None else self._draws(arguments, needs)
+
+    def memo(self, arguments: Any, needs: tuple[str, ...]) -> Memo:
+        return memo_of(self, arguments, needs)
 
     def traced(self, values: Sequence[Any]) -> bool:
         """Whether a call becomes a node."""
@@ -272,7 +292,7 @@ class CustomOp:
             return list(self._backward_nodes[0](kept, sizes, saved, given, *inputs, constants))
         # Inductor leaves nodes alone that write and have an operand of E8M0: such cross as bytes.
         bytewise = tuple([i for i, t in enumerate([*kept, *saved]) if t.dtype == torch.float8_e8m0fnu])
-        kept, saved = [_as_bytes(t) for t in kept], [_as_bytes(t) for t in saved]
+        kept, saved = [as_bytes(t) for t in kept], [as_bytes(t) for t in saved]
         constants = Constants((needs, tuple(plain), present, bytewise))
         made = self._backward_nodes[1 + results](written, kept, sizes, saved, given, *inputs, constants)
         return [made] if results == 1 else list(made or ())
@@ -307,7 +327,7 @@ class CustomOp:
             else:
                 values.append(specs.pop(0) if f.kind == "plain" else [])
         arguments = self.arguments(*values)
-        with _NoGrad():
+        with NoGrad():
             outputs, saved = self.forward(arguments, needs)
         made: list[Tensor] = []
         for t in outputs:
@@ -315,7 +335,7 @@ class CustomOp:
         made += saved
         if check:
             self._check(outputs, self.layout(arguments, needs))
-            _new_memory(self.name, made, list(inputs[0]))
+            new_memory(self.name, made, list(inputs[0]))
         return made
 
     def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
@@ -365,96 +385,29 @@ class CustomOp:
                 values.append(plain.pop(0))
         all_grads = [grads.pop(0) if there else None for there in present]
         assert self.backward is not None
-        with _NoGrad():
+        with NoGrad():
             made = self.backward(self.arguments(*values), needs, saved, all_grads)
-        return _new_memory(f"{self.name}_backward", list(made), given_tensors)
-
-
-class _NoGrad:
-    """torch.no_grad without its overhead."""
-
-    def __enter__(self) -> None:
-        self.before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self.before)
+        return new_memory(f"{self.name}_backward", list(made), given_tensors)
 
 
 def _requires_grad(t: Any) -> bool:
     return t is not None and t.requires_grad
 
 
-def _as_bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t
-
-
-def _fixed(real: Callable[..., list[Tensor]]) -> Callable[..., Any]:
-    def fixed(*inputs: Any) -> Any:
-        made = real(*inputs)
-        return (tuple(made) if len(made) > 1 else made[0]) if made else None
-
-    return fixed
-
-
-def _new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Returns the results. **Raises** NotImplementedError if one is an argument or is there twice."""
-    seen = [id(t) for t in inputs]
-    for i, t in enumerate(made):
-        if id(t) in seen:
-            raise UnsupportedError(
-                f"{name}: result {i} is an argument, or stands among the results twice; name an argument that backward "
-                "reads in keeps=, and save a tensor once"
-            )
-        seen.append(id(t))
-    return made
-
-
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Memo(NamedTuple):
-    """What an eager backward gets of its forward's arguments.
-
-    `tensors`, `lists`: the names of those that autograd keeps. `instead`: what stands for the others. `gradients`: the
-    names of those that get a gradient. `edges`: those that require one, with their places among the node's edges, if
-    its backward computes them in parts. `layout`: that of the saved tensors, if they lie in one block.
-    """
-
-    tensors: tuple[str, ...]
-    lists: tuple[str, ...]
-    instead: dict[str, Any]
-    gradients: tuple[str, ...]
-    edges: tuple[tuple[str, int], ...]
-    layout: Layout = ()
-
-
-def _memo(op: CustomOp, arguments: Any, needs: tuple[str, ...]) -> _Memo:
-    keeps = op.keeps(arguments, needs)
-    kept, instead = [], {}
-    for name in op.differentiable:
-        t = getattr(arguments, name)
-        if t is not None:
-            kept += [name] if name in keeps else []
-            instead[name] = None if name in keeps else proto_of(t)
-    instead.update({name: [] for name in op._lists})
-    lists = [name for name in op._lists if name in keeps and getattr(arguments, name)]
-    passed = [name for name in op.differentiable if name in instead]
-    edges = tuple([(name, passed.index(name)) for name in needs]) if op.parts and len(needs) > 1 else ()
-    return _Memo(tuple(kept), tuple(lists), instead, op.gradients(arguments, needs), edges)
-
-
-def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Runs the functions as they stand. Returns torch's `apply`, and the part of it without the microseconds that it
-    spends on transforms of torch.func."""
+def _eager_function(op: CustomOp) -> Callable[..., Any]:
+    """Runs the functions as they stand. Returns `apply` without the microseconds that it spends on transforms of
+    torch.func, in which `functorch` runs the op."""
 
     class Calls:
         @staticmethod
         def forward(ctx: Any, arguments: Any, needs: tuple[str, ...], *tensors: Any) -> tuple[Tensor, ...]:
             outputs, saved, learned = op.eager_forward(arguments, needs)
-            memo: _Memo = None if learned is None else learned.memo  # type: ignore[assignment]
+            memo: Memo = None if learned is None else learned.memo  # type: ignore[assignment]
             if memo is None:
-                memo = _memo(op, arguments, needs)
+                memo = memo_of(op, arguments, needs)
                 if len(outputs) > 1:  # a single output is always differentiable
                     mark(ctx, op, arguments, needs, outputs)
                 if learned is not None:
@@ -474,20 +427,17 @@ def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any
             refuse_second_derivative(op.name, op.remedy)
             bare, needs, memo, lengths = ctx.call
             saved = list(ctx.saved_tensors)
-            arguments = object.__new__(op.arguments)
-            held = arguments.__dict__
-            held.update(bare)
-            for name in memo.tensors:
-                held[name] = saved.pop(0)
-            for name, length in zip(memo.lists, lengths, strict=True):
-                held[name], saved = saved[:length], saved[length:]
             now, gradients = None, memo.gradients
             if memo.edges and (now := asked(ctx, memo.edges)) is not None:
                 gradients = tuple([name for name in gradients if name in now])
-            made = op.eager_backward(arguments, needs, saved, list(grads), memo.layout, now)
+            if transforms_active() or _is_mapped(grads[0]) or (len(grads) > 1 and any([_is_mapped(g) for g in grads])):
+                made = functorch.Backward(op, bare, needs, memo, lengths, now).below(saved, grads)
+            else:
+                arguments = memo.take(op.arguments, bare, lengths, saved)
+                made = op.eager_backward(arguments, needs, saved, list(grads), memo.layout, now)
             by_name = dict(zip(gradients, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
     # The name is what profilers show: of forward this, of backward "...Backward".
     function: Any = type(op.name, (Calls, torch.autograd.Function), {})
-    return function.apply, super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -43,8 +43,29 @@ CALIBRATING = EagerOnly(
 )
 
 
+TRANSFORMS = EagerOnly(
+    "transforms of torch.func (grad, vjp, jacrev, vmap) around diptych's layers and regions under torch.compile: the "
+    "nodes of a graph have no rules for them; leave the transform out of it (torch.compiler.disable)"
+)
+
+
 def prepare() -> None:
     """Sets `run` of each. Called while Dynamo traces, before it reads them: importing torch._dynamo takes a second."""
-    for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING):
+    for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING, TRANSFORMS):
         if not hasattr(part, "run"):
             part.run = torch.compiler.disable(part.outside, reason=part.reason)
+
+
+def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Called in traced code, inside of a transform of torch.func. Runs fn eagerly, or, as most backends have it, lets
+    Dynamo run all of the transform eagerly; warns once."""
+    from torch._dynamo.comptime import comptime  # importing it takes a second
+
+    comptime(before_leaving)
+    return TRANSFORMS.run(fn, *args, **kwargs)
+
+
+def before_leaving(context: Any) -> None:
+    """Runs where Dynamo traces a transform that is left. It warns, since Dynamo may come back to none of this code."""
+    prepare()
+    TRANSFORMS.outside(lambda: None)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from diptych.core import _core
+from diptych.torch.graph.proto import proto_of
 from diptych.torch.primitives.register import RECORDABLE, direct, wrote
 
 aten = torch.ops.aten
@@ -301,3 +302,46 @@ class EagerBackward:
     ) -> list[Tensor]:
         assert self._backward is not None
         return self._backward(arguments, needs, split(saved[0], layout) if layout else saved, grads, *part)
+
+
+class Memo(NamedTuple):
+    """What an eager backward gets of its forward's arguments.
+
+    `tensors`, `lists`: the names of those that autograd keeps. `instead`: what stands for the others. `gradients`: the
+    names of those that get a gradient. `edges`: those that require one, with their places among the node's edges, if
+    its backward computes them in parts. `layout`: that of the saved tensors, if they lie in one block.
+    """
+
+    tensors: tuple[str, ...]
+    lists: tuple[str, ...]
+    instead: dict[str, Any]
+    gradients: tuple[str, ...]
+    edges: tuple[tuple[str, int], ...]
+    layout: Layout = ()
+
+    def take(self, arguments: type, bare: dict[str, Any], lengths: list[int], kept: list[Tensor]) -> Any:
+        """Rebuilds the arguments, whose tensors it takes from the front of a list. `lengths`: of those in `lists`."""
+        made = object.__new__(arguments)
+        held = made.__dict__
+        held.update(bare)
+        for name in self.tensors:
+            held[name] = kept.pop(0)
+        for name, length in zip(self.lists, lengths, strict=True):
+            held[name] = kept[:length]
+            del kept[:length]
+        return made
+
+
+def memo_of(op: Any, arguments: Any, needs: tuple[str, ...]) -> Memo:
+    keeps = op.keeps(arguments, needs)
+    kept, instead = [], {}
+    for name in op.differentiable:
+        t = getattr(arguments, name)
+        if t is not None:
+            kept += [name] if name in keeps else []
+            instead[name] = None if name in keeps else proto_of(t)
+    instead.update({name: [] for name in op.lists})
+    lists = [name for name in op.lists if name in keeps and getattr(arguments, name)]
+    passed = [name for name in op.differentiable if name in instead]
+    edges = tuple([(name, passed.index(name)) for name in needs]) if op.parts and len(needs) > 1 else ()
+    return Memo(tuple(kept), tuple(lists), instead, op.gradients(arguments, needs), edges)

@@ -1,4 +1,4 @@
-"""The autograd function of a traced `CustomOp`: forward and backward are a node each."""
+"""The autograd function of a traced `CustomOp`, whose forward and backward are a node each, and what nodes call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diptych.common.errors import UnsupportedError
+from diptych.torch.graph import functorch
 from diptych.torch.graph.fields import put, put_proto, put_sizes
 from diptych.torch.primitives.checks import refuse_second_derivative
 
@@ -57,8 +59,57 @@ def traced_function(op: Any) -> Callable[..., Any]:
             refuse_second_derivative(op.name, op.remedy)
             needs, held, sizes, count, results = ctx.call
             found = list(ctx.saved_tensors)  # once: a selective checkpoint recomputes each tensor for one reading
-            made = op.run_backward(held, found[:count], list(sizes), needs, found[count:], list(grads), results)
+            if not torch.compiler.is_compiling() and functorch.mapped(*grads):
+
+                def run(*tensors: Tensor) -> list[Tensor]:
+                    kept, left = list(tensors[:count]), list(tensors[count:])
+                    saved = [left.pop(0) for _ in found[count:]]
+                    every = [None if g is None else left.pop(0) for g in grads]
+                    return op.run_backward(held, kept, list(sizes), needs, saved, every, results)
+
+                made = functorch.below(op.name, run, *found, *[g for g in grads if g is not None], remedy=op.remedy)
+            else:
+                made = op.run_backward(held, found[:count], list(sizes), needs, found[count:], list(grads), results)
             by_name = dict(zip(ctx.names, made, strict=True))
             return None, *[by_name.get(name) for name, _ in op._kinds()]
 
     return Traced.apply
+
+
+# --- inside of the nodes ---
+
+
+class NoGrad:
+    """torch.no_grad without its overhead."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self.before)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t
+
+
+def fixed(real: Callable[..., list[Tensor]]) -> Callable[..., Any]:
+    def fixed(*inputs: Any) -> Any:
+        made = real(*inputs)
+        return (tuple(made) if len(made) > 1 else made[0]) if made else None
+
+    return fixed
+
+
+def new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Returns the results. **Raises** NotImplementedError if one is an argument or is there twice."""
+    seen = [id(t) for t in inputs]
+    for i, t in enumerate(made):
+        if id(t) in seen:
+            raise UnsupportedError(
+                f"{name}: result {i} is an argument, or stands among the results twice; name an argument that backward "
+                "reads in keeps=, and save a tensor once"
+            )
+        seen.append(id(t))
+    return made

@@ -232,7 +232,7 @@ def _backward(
 
 _grouped_linear = CustomOp(
     "diptych::grouped_linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, draws=_Arguments.draws, parts=True,
 )  # fmt: skip
 
 

@@ -210,5 +210,5 @@ def _backward(
 
 layernorm_linear = CustomOp(
     "diptych::layernorm_linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, draws=_Arguments.draws, parts=True,
 )  # fmt: skip

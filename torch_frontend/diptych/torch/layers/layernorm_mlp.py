@@ -181,5 +181,5 @@ def _activation_gradient(
 
 layernorm_mlp = CustomOp(
     "diptych::layernorm_mlp", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, draws=_Arguments.draws, parts=True,
 )  # fmt: skip

@@ -201,7 +201,7 @@ def _backward_replay(
 
 _linear = CustomOp(
     "diptych::linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients, parts=True,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients, draws=_Arguments.draws, parts=True,
     forward_replay=_forward_replay, backward_replay=_backward_replay,
 )  # fmt: skip
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diptych.common.layers.plan import linear_plan, make_plan
-from diptych.common.layers.schedule import Schedule, make_schedule
+from diptych.common.layers.schedule import OFFSETS, Schedule, make_schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.layers.tensor_parallel import Cut
 from diptych.torch.state.scales import ScaleStates, StepScales
@@ -87,3 +88,16 @@ def plain_options(
         made = Options(module, name, original, record, save_original_weight=original_weight)
         known = _plain[key] = (recipe, made if bare else None)
     return known[1]
+
+
+def draws(rngs: Sequence[str], schedules: Sequence[Schedule], options: Sequence[Options]) -> dict[str, tuple[int, int]]:
+    """Returns what `CustomOp.draws` does, of layers whose states one generator gives one after the other. Calls that do
+    not record leave the generator as it is, so that each example has the bits that every such call has."""
+    taken = [i for i, s in enumerate(schedules) if s.plan.needs_rng]
+    found = {}
+    for place, i in enumerate(taken):
+        s = schedules[i]
+        drawn = s.backward_rng or any([call is not None and call.needs_rng for call in (*s.x, *s.w, *s.results)])
+        if drawn and options[i].record:
+            found[rngs[i]] = (OFFSETS * len(taken), OFFSETS * place)
+    return found

@@ -33,11 +33,12 @@ from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
+from diptych.torch.graph.eager_only import outside
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.graph.program import Replay
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies, held_copies
-from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.options import Options, draws, schedule
 from diptych.torch.layers.quantize import (
     Encoded,
     encode,
@@ -51,6 +52,7 @@ from diptych.torch.layers.quantize import (
 from diptych.torch.layers.tensor_parallel import ROW, Cut, Exchange, whole_input, whole_input_gradient, whole_output
 from diptych.torch.layers.weight_gradients import Buffer
 from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives.checks import transforms_active
 from diptych.torch.primitives.register import direct, traced_local
 from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.state.update import log_amax, record_pending
@@ -224,6 +226,10 @@ class LayerArguments:
             if gone:
                 elsewhere.append(name)
         return tuple([n for n in needs if n not in elsewhere]) if elsewhere else needs
+
+    def draws(self, needs: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        """Returns the fields of random states that a call draws from; see `CustomOp`."""
+        return {} if self.options is None else draws(self.rngs, self.schedules(needs), self.options)
 
     # --- the options ---
 
@@ -445,10 +451,11 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
             for copy in [copy for copy in layer.weight_copies or () if copy is not None]:
                 pack(copy, a.copies)
         return op.eager(a)
+    if transforms_active():
+        return outside(run, op, x, recipe, options, *operands)
     from torch._dynamo.comptime import comptime  # importing it takes a second
 
-    a = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands)
-    layers, pending = [], []
+    a, layers, pending = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands), [], []
     for i, given in enumerate(options):
         weight = getattr(a, a.weights[i])
         specs = tuple([None if copy is None else pack(copy, a.copies) for copy in given.weight_copies or ()])
@@ -464,18 +471,15 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
             if given.record and len(names) > 0:
                 a.logs += [state._buffers["log"], state._buffers["written"]]
                 pending.append((state._buffers["pending"], len(names)))
-        late = _keeps_original(given, weight)
-        cut = () if given.cut is None else tuple(given.cut)
+        late, cut = _keeps_original(given, weight), () if given.cut is None else tuple(given.cut)
         layers.append((given.module, given.name, given.save_original_input, given.record, specs, how, late, cut))
     a.layers = tuple(layers)
     outputs = op(a)
-    if len(pending) == 0:
-        return outputs
     first = 0
     for cells, count in pending:
         record_pending(cells, outputs[-1].narrow(0, first, count))
         first += count
-    return outputs[:-1]
+    return outputs[:-1] if len(pending) > 0 else outputs
 
 
 def _prepared_while_tracing(context: Any) -> None:

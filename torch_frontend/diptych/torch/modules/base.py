@@ -25,7 +25,7 @@ from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.plan import LinearPlan
 from diptych.common.layers.schedule import OFFSETS
 from diptych.common.recipes import Recipe
-from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly
+from diptych.torch.graph import eager_only, functorch
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
 from diptych.torch.layers.options import Options, plain_options, schedule
@@ -37,6 +37,7 @@ from diptych.torch.modules.tensor_parallel import TensorParallelModule
 from diptych.torch.modules.tracing import before_tracing, begin_again, make_states
 from diptych.torch.modules.weight_cache import WeightCache, kept_weight
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.checks import transforms_active
 from diptych.torch.state.autocast import (
     STATE,
     autocast,
@@ -193,20 +194,23 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 warn_without_regions(type(self).__name__)
         return recipe
 
-    def _eager_only(self, *weights: Tensor) -> EagerOnly | None:
+    def _eager_only(self, *weights: Tensor) -> eager_only.EagerOnly | None:
         """Called while tracing. Returns the reason that keeps a call with these weights out of the graph, or None."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
         recipe, inside = self._active_recipe(), STATE.inside  # noqa: F841 - read below
         comptime(before_tracing)
+        if recipe is not None and transforms_active():
+            comptime(eager_only.before_leaving)
+            return eager_only.TRANSFORMS
         if recipe is None and STATE.calibrating is not None:
-            return CALIBRATING
+            return eager_only.CALIBRATING
         elsewhere = self._weight_gradients
         if elsewhere is None:
             return None
         if elsewhere.delay:
-            return DELAYED_WGRAD
-        return MARKED_WGRAD if any([elsewhere.marks(weight) for weight in weights]) else None
+            return eager_only.DELAYED_WGRAD
+        return eager_only.MARKED_WGRAD if any([elsewhere.marks(weight) for weight in weights]) else None
 
     def _options_for(
         self,
@@ -226,6 +230,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         cached = is_first_microbatch is not None or skip_weight_update is not None
         shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
         shared = shared or self.tp_size > 1
+        if not compiling and transforms_active():
+            self._require_plain_state(cached)
         if not (shared or "scale_states" in self._modules):
             plain = plain_options(recipe, self.module_kind, name, save_original_input, save_original_weight, record)
             if plain is not None:
@@ -256,7 +262,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         if cached and not isinstance(weight, QuantizedTensorBase):
             given = (weight, recipe, options, rng, is_first_microbatch, skip_weight_update)
             options = options._replace(weight_copies=kept_weight(self, layer, *given))
-        elif not compiling and self._prepared is not None and group is None:
+        elif not compiling and self._prepared is not None and group is None and not transforms_active():
             grad = torch.is_grad_enabled()
             calls = schedule(recipe, self.module_kind, name, True, False).w if grad else s.w
             made = self._prepared.get(self, layer, weight, calls, s.w)
@@ -296,7 +302,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             used = self._enter_region(states, recipe, device) if record else states.current()
         rng = None
         if plan.needs_rng:
-            rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
+            rng = rng_take(self._rng(device, recipe), OFFSETS * functorch.examples() if record else 0)
         tape_call(self, layer, states, used, rng, record)
         return used, rng
 
@@ -371,6 +377,10 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = None
     ) -> Tensor:
         """Runs the layer in high precision, and records the amaxes for the delayed scales of `recipe`."""
+        if not torch.compiler.is_compiling() and transforms_active():
+            raise UnsupportedError(
+                f"{type(self).__name__}: calibration inside of transforms of torch.func: calibrate by a plain call"
+            )
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
         y = product(x, weight, bias) if product else self._plain_linear(x, weight, bias, layer)

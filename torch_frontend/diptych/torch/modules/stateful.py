@@ -27,6 +27,7 @@ from diptych.torch.modules import late
 from diptych.torch.modules.held_state import read_weights
 from diptych.torch.modules.model_init import initial_recipe
 from diptych.torch.modules.te_states import take_extra_state
+from diptych.torch.primitives.checks import wrapped
 from diptych.torch.state.scales import ScaleStates, check_tree, keys_below, warn_once
 
 
@@ -146,6 +147,21 @@ class StatefulModule(nn.Module):
         if states is not None:
             states.make_graph_buffers()
         return states, self._rng(device, recipe if in_forward else None) if plan.needs_rng else None
+
+    def _require_plain_state(self, kept: bool) -> None:
+        """Called inside of transforms of torch.func. **Raises** NotImplementedError if the call would keep a
+        transform's tensors (`kept`: as quantized weights), or if its own states are such."""
+        if kept:
+            raise UnsupportedError(
+                f"{type(self).__name__}: is_first_microbatch, skip_weight_update inside of a transform of torch.func, "
+                "whose tensors no module can keep: leave them out"
+            )
+        for name, t in self.named_buffers():
+            if wrapped(t):
+                raise UnsupportedError(
+                    f"{type(self).__name__}: {name} is a tensor of a transform of torch.func, which cannot be updated: "
+                    "pass parameters alone to functional_call and to the transform"
+                )
 
     def seed_rng(self, seed: int, offset: int = 0) -> None:
         """Sets the random generator of stochastic rounding. Without it, the seed is drawn from torch's CPU generator

@@ -111,6 +111,31 @@ def require_no_grad(op: str, *tensors: Tensor | None) -> None:
             )
 
 
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def wrapped(t: Any) -> bool:
+    """Whether a tensor is one that a transform of torch.func shows to its function."""
+    return isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t)  # type: ignore[attr-defined]
+
+
+def outside_of_transforms(op: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Returns run(*args), as if no transform of torch.func were active.
+
+    **Raises** NotImplementedError where an argument is a tensor of a transform: it would take the class of a quantized
+    tensor away.
+    """
+    if any([wrapped(t) for t in args]):
+        raise UnsupportedError(
+            f"{op}: an argument is a tensor of a transform of torch.func, in which quantized tensors have no place; "
+            "use a layer there, such as diptych.torch.linear, or call this outside of the transform"
+        )
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return run(*args)
+
+
 def require_no_tangent(op: str, *tensors: Any) -> None:
     """**Raises** NotImplementedError where an argument carries the tangent of forward-mode differentiation: an op would
     drop it, so that the derivative would be 0."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
+from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.torch.primitives.checks import Copy, enforce, require_local, require_no_grad, require_no_tangent
@@ -121,6 +123,7 @@ def define(
         _LIBRARY.impl(name, observed, backend)
     torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.diptych, name).default
+    torch.library.register_vmap(overload, _rule_of_vmap(overload), lib=_LIBRARY)
     names = [a.name for a in overload._schema.arguments]
     if recordable:
         RECORDABLE[overload] = real
@@ -140,6 +143,33 @@ def define(
 
     _LIBRARY.impl(name, below_autograd, "Autograd")
     return overload
+
+
+def _rule_of_vmap(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Returns the rule of an op under torch.func.vmap: it runs once for each example, with the bits of separate
+    calls."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+        if op._schema.is_mutable:
+            raise UnsupportedError(f"{op._schema.name} writes to an argument, and has no rule for torch.func.vmap")
+        if info.batch_size == 0:
+            raise ShapeError(f"{op._schema.name}: vmap over a dimension of size 0, which has no example to run")
+        made = []
+        for i in range(info.batch_size):
+            made.append(op(*tree_map(lambda t, d, i=i: t if d is None else t.select(d, i), list(args), list(in_dims))))
+        if isinstance(made[0], Tensor):
+            return stacked(made), 0
+        results = [stacked(each) for each in zip(*made, strict=True)]
+        return type(made[0])(results), type(made[0])([0] * len(results))
+
+    return rule
+
+
+def stacked(each: Sequence[Tensor]) -> Tensor:
+    """Stacks tensors along a new first dimension; torch's function does not take all 8-bit floats."""
+    if each[0].element_size() > 1 or each[0].dtype in (torch.uint8, torch.bool):
+        return torch.stack(list(each))
+    return torch.stack([t.view(torch.uint8) for t in each]).view(each[0].dtype)
 
 
 def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False) -> bool:

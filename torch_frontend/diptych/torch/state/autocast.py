@@ -24,7 +24,9 @@ from torch._C._functorch import peek_interpreter_stack
 from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.errors import HighPrecisionWarning
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
+from diptych.torch.graph.eager_only import outside
 from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
+from diptych.torch.primitives.checks import transforms_active
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -230,6 +232,8 @@ class autocast:
         # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.)
         if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag and _counts():
             if torch.compiler.is_compiling():
+                if transforms_active():  # the counters are not their tensors
+                    return outside(self.__enter__)
                 from torch._dynamo.comptime import comptime  # importing it takes a second
 
                 comptime(_before_steps_are_traced)

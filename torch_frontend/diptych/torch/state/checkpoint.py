@@ -167,7 +167,10 @@ def selective() -> bool:
 
 
 def aside(fn: Callable[..., T], *args: Any) -> T:
-    """Runs fn(*args) hidden from selective checkpoints."""
+    """Runs fn(*args) hidden from selective checkpoints and from transforms of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        with torch._C._DisableFuncTorch():  # type: ignore[attr-defined]
+            return fn(*args)
     if not selective():
         return fn(*args)
     modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]

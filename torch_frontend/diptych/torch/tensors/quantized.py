@@ -31,8 +31,11 @@ from diptych.torch.primitives.checks import (
     TWO_LEVEL,
     Copy,
     describe,
+    outside_of_transforms,
     require_local,
     require_no_tangent,
+    transforms_active,
+    wrapped,
 )
 
 BUFFERS = (
@@ -70,6 +73,11 @@ class QuantizedTensorBase(Tensor):
         columnwise_amax: Tensor | None = None,
     ) -> Self:
         data = columnwise_data if rowwise_data is None else rowwise_data
+        if transforms_active() and wrapped(data):
+            raise UnsupportedError(
+                f"a {cls.kind.__name__} of tensors of a transform of torch.func, which would take its class away: use "
+                "a layer there, such as diptych.torch.linear, or quantize outside of the transform"
+            )
         if data is None:
             raise ValueError(f"a {cls.kind.__name__} holds a rowwise or a columnwise copy, and neither was given")
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device, requires_grad=False)
@@ -106,9 +114,11 @@ class QuantizedTensorBase(Tensor):
         """See `diptych.torch.dequantize`."""
         dtype = self.dtype if dtype is None else dtype
         require_no_tangent("dequantize", self)
-        if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype)
-        return self._values(dtype)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._values(dtype)
+        if transforms_active() and not torch.compiler.is_compiling():
+            return outside_of_transforms("dequantize", _Dequantize.apply, self, dtype)
+        return _Dequantize.apply(self, dtype)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
         """Returns the values of the rowwise copy, or of the only one."""
