@@ -288,20 +288,26 @@ class EagerBackward:
         layout: Layout = (),
         asked: tuple[str, ...] | None = None,
     ) -> Sequence[Tensor]:
-        part = () if asked is None else (asked,)
-        replay = None if self._replay is None else self._replay(arguments, needs, saved, grads, *part)
-        call = (arguments, needs, saved, grads, layout, *part)
+        if self._replay is None:
+            replay = None
+        elif asked is None:
+            replay = self._replay(arguments, needs, saved, grads)
+        else:
+            replay = self._replay(arguments, needs, saved, grads, asked)
         if replay is None:
-            return self._split(*call)
+            return self._split(arguments, needs, saved, grads, layout, asked)
         # With the rest of the key and the forms of the tensors, it decides about the layout.
         replay = replay._replace(key=(replay.key, bool(layout), asked))
-        return self._programs.repeat(replay, None, self._split, *call)[0]
+        return self._programs.repeat(replay, None, self._split, arguments, needs, saved, grads, layout, asked)[0]
 
     def _split(
-        self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout, *part: tuple[str, ...]
+        self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout, asked: Any
     ) -> list[Tensor]:
         assert self._backward is not None
-        return self._backward(arguments, needs, split(saved[0], layout) if layout else saved, grads, *part)
+        saved = split(saved[0], layout) if layout else saved
+        if asked is None:  # an op whose backward has no parts takes none
+            return self._backward(arguments, needs, saved, grads)
+        return self._backward(arguments, needs, saved, grads, asked)
 
 
 class Memo(NamedTuple):

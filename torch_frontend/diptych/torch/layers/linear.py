@@ -195,7 +195,7 @@ def _backward_replay(
     inputs = [dy, *kept, *a.copies, *saved]
     if s.w_late or s.x_late:
         inputs += late_scales((*s.w_late, *s.x_late), a.options[0])
-    calls = (a.schedules(needs, asked)[0].dy,)
+    calls = ((s if asked is None else a.schedules(needs, asked)[0]).dy,)
     return replay((needs, a.weight.shape, a.copy_specs(0), form, *dtypes), s, a.options[0], calls, a.rng, inputs)
 
 

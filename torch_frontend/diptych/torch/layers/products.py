@@ -445,11 +445,12 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
     make: Any = op.arguments
     if not torch.compiler.is_compiling():
         a = make(x, recipe, options, (), None, [], [], [], [], *operands)
-        for name, layer in zip(a.weights, options, strict=True):
+        for i, layer in enumerate(options):
             if layer.weight_grad is not None:
-                setattr(a, name, layer.weight_grad.stand_in())
-            for copy in [copy for copy in layer.weight_copies or () if copy is not None]:
-                pack(copy, a.copies)
+                setattr(a, a.weights[i], layer.weight_grad.stand_in())
+            for copy in layer.weight_copies or ():
+                if copy is not None:
+                    pack(copy, a.copies)
         return op.eager(a)
     if transforms_active():
         return outside(run, op, x, recipe, options, *operands)

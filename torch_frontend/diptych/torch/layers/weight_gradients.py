@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
-from diptych.torch.state.autocast import AROUND_BACKWARD, STAGE_METHODS, STATE
+from diptych.torch.state.autocast import ASKED_OF_BACKWARD, STAGE_METHODS, STATE
 
 
 def accumulate(wgrad: Any, acc: Tensor, overwrite: bool) -> None:
@@ -150,27 +150,20 @@ class Sink:
 _stand_ins = WeakIdKeyDictionary()  # of each weight those that live
 
 
-def _asked_for_what_waits(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what runs a backward pass: one that is asked for the gradient of a weight computes it for `backward_dw`."""
-
-    @functools.wraps(run)
-    def asked(
-        tensors: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **how: Any
-    ) -> Any:
-        if inputs and _stand_ins:
-            waiting = [stand_in for t in inputs if t in _stand_ins for stand_in in _stand_ins[t]]
-            if waiting and not how.get("accumulate_grad"):
-                raise UnsupportedError(
-                    "delay_wgrad_compute and autograd.grad for a layer's weight: its gradient waits for backward_dw, "
-                    "which adds it to weight.grad; take backward(), or make the module without delay_wgrad_compute"
-                )
-            inputs = (*inputs, *waiting)
-        return run(tensors, grads, retain_graph, create_graph, inputs, *args, **how)
-
-    return asked
+def _asked_for_what_waits(inputs: Any, accumulate: bool) -> Any:
+    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`."""
+    if not _stand_ins:
+        return inputs
+    waiting = [stand_in for t in inputs if t in _stand_ins for stand_in in _stand_ins[t]]
+    if waiting and not accumulate:
+        raise UnsupportedError(
+            "delay_wgrad_compute and autograd.grad for a layer's weight: its gradient waits for backward_dw, "
+            "which adds it to weight.grad; take backward(), or make the module without delay_wgrad_compute"
+        )
+    return (*inputs, *waiting)
 
 
-AROUND_BACKWARD.append(_asked_for_what_waits)
+ASKED_OF_BACKWARD.append(_asked_for_what_waits)
 
 
 class _Delivery(torch.autograd.Function):

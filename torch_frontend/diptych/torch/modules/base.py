@@ -230,12 +230,12 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         cached = is_first_microbatch is not None or skip_weight_update is not None
         shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
         shared = shared or self.tp_size > 1
-        if not compiling and transforms_active():
-            self._require_plain_state(cached)
         if not (shared or "scale_states" in self._modules):
             plain = plain_options(recipe, self.module_kind, name, save_original_input, save_original_weight, record)
             if plain is not None:
                 return plain, None
+        if not compiling and transforms_active():
+            self._require_plain_state(cached)
         s = schedule(recipe, self.module_kind, name, False, False)
         states, rng, scales, updated = None, None, None, None
         cut = self._cut(layer) if self.tp_size > 1 else None

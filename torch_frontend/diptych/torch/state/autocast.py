@@ -25,6 +25,7 @@ from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.errors import HighPrecisionWarning
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch.graph.eager_only import outside
+from diptych.torch.graph.engine import run_part
 from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
 from diptych.torch.primitives.checks import transforms_active
 
@@ -76,21 +77,29 @@ def outside_of_regions(run: F) -> F:
     """
 
     @functools.wraps(run)
-    def run_outside(*args: Any, **kwargs: Any) -> Any:
-        if not (STATE.inside or STATE.played or STATE.taped or STATE.dry):
-            return run(*args, **kwargs)
-        outer = region()
-        enter_region([*_IN_BACKWARD, STATE.steps])
+    def run_outside(
+        tensors: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **how: Any
+    ) -> Any:
+        outer = None
+        if STATE.inside or STATE.played or STATE.taped or STATE.dry:
+            outer = region()
+            enter_region([*_IN_BACKWARD, STATE.steps])
         try:
-            return run(*args, **kwargs)
+            if not inputs:
+                return run(tensors, grads, retain_graph, create_graph, inputs, *args, **how)
+            for asked in ASKED_OF_BACKWARD:
+                inputs = asked(inputs, how.get("accumulate_grad", False))
+            return run_part(run, tensors, grads, retain_graph, create_graph, inputs, *args, **how)
         finally:
-            enter_region(outer)
+            if outer is not None:
+                enter_region(outer)
 
     return run_outside  # type: ignore[return-value]
 
 
-# What wraps torch's function that runs a backward pass, the innermost first.
-AROUND_BACKWARD: list[Callable[[Any], Any]] = [outside_of_regions]
+# Functions of the tensors whose gradients a pass is asked for (`inputs=`), and of whether it accumulates them: each
+# returns those that the pass computes instead.
+ASKED_OF_BACKWARD: list[Callable[[Any, bool], Any]] = []
 
 
 def unrecorded() -> bool:
@@ -134,11 +143,6 @@ def _count_step() -> None:
         with torch._C._DisableFuncTorch():
             for step in STATE.steps.values():
                 step.add_(1)
-
-
-def _counts() -> bool:
-    """Whether an outermost region that is entered here is a step: not in a backward pass."""
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
 def _before_steps_are_traced(context: Any) -> None:
@@ -224,21 +228,24 @@ class autocast:
         self._outer_groups: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> autocast:
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             _Process.entered = True
-            for module in [m for m in AT_ENTRY if m in sys.modules]:
-                AT_ENTRY[module]()
+            for module in tuple(AT_ENTRY):
+                if module in sys.modules:
+                    AT_ENTRY[module]()
         counted = self.enabled or self.calibrating
-        # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.)
-        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag and _counts():
-            if torch.compiler.is_compiling():
+        # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.) Nor does a backward pass.
+        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:
+            if compiling:
                 if transforms_active():  # the counters are not their tensors
                     return outside(self.__enter__)
                 from torch._dynamo.comptime import comptime  # importing it takes a second
 
                 comptime(_before_steps_are_traced)
-            _count_step()
-            if not torch.compiler.is_compiling():
+                _count_step()
+            elif torch._C._current_graph_task_id() == -1:
+                _count_step()
                 STATE.region = next(_regions)
         # The state is set last: if the entry raises, even by Ctrl-C, `__exit__` does not run.
         if self.amax_groups is not None:

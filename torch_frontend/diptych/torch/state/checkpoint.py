@@ -25,7 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.te_arguments import absorb
-from diptych.torch.state.autocast import AROUND_BACKWARD, AT_ENTRY, STATE, enter_region, recording, region
+from diptych.torch.state.autocast import AT_ENTRY, STATE, enter_region, outside_of_regions, recording, region
 
 T = TypeVar("T")
 
@@ -398,9 +398,8 @@ def adopt() -> None:
     """Makes torch's checkpoints and backward passes carry regions. Repeating it has no effect."""
     _replace(torch.utils.checkpoint, _GENERATOR, _taped_generator)
     _replace(torch.utils.checkpoint.CheckpointFunction, "apply", _taped_apply)
-    for wrap in AROUND_BACKWARD:
-        for module in (torch.autograd.graph, torch.autograd):
-            _replace(module, _ENGINE, wrap)
+    for module in (torch.autograd.graph, torch.autograd):
+        _replace(module, _ENGINE, outside_of_regions)
     _adopt_composable()
     AT_ENTRY[_COMPOSABLE] = _adopt_composable
     AT_ENTRY[_DYNAMO] = _skip_frames
