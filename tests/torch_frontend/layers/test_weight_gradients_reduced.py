@@ -4,7 +4,9 @@ gradients, or an error that names the option."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from sweeps import others_slow
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -301,34 +304,67 @@ def test_marked_weights_whose_gradient_waits():
 
 
 def test_a_weight_that_is_computed_from_parameters():
-    """The gradient flows on to them."""
+    """The gradient flows on to them, in a pass that is asked for them too."""
     made = []
-    for delay in (False, True):
+    for delay, asks in ((False, False), (True, False), (True, True)):
         layer = _layer(delay_wgrad_compute=delay)
         torch.nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
         with dt.autocast(recipe=CURRENT):
-            layer(normal("x", (32, D))).sum().backward()
+            y = layer(normal("x", (32, D))).sum()
+        original = layer.parametrizations.weight.original
+        if asks:
+            with pytest.raises(UnsupportedError, match=r"delay_wgrad_compute and autograd\.grad"):
+                torch.autograd.grad(y, [original])
+        y.backward(inputs=[original] if asks else None)
         if delay:
-            assert layer.parametrizations.weight.original.grad is None
+            assert original.grad is None
             layer.backward_dw()
-        made.append(layer.parametrizations.weight.original.grad)
-    same(*made)
+        made.append(original.grad)
+    same(made[0], made[1])
+    same(made[0], made[2])
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_modules_that_ran_can_swap_their_parameters(option, monkeypatch):
+    """torch swaps no tensor that has a weak reference."""
+    import torch.distributed.fsdp  # where it is imported, weights are looked up in its groups
+
+    layer = _layer(**{option: True})
+    with dt.autocast(recipe=CURRENT):
+        layer(normal("x", (32, D))).sum().backward()
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+
+
+def test_sharded_models_are_freed(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(nn.Sequential(_layer(delay_wgrad_compute=True)))
+    with dt.autocast(recipe=CURRENT):
+        model(normal("x", (32, D))).sum().backward()
+    model[0].backward_dw()
+    held = weakref.ref(model[0].weight), weakref.ref(model._get_fsdp_state())
+    del model
+    gc.collect()
+    assert held[0]() is None and held[1]() is None
 
 
 def test_backward_of_some_inputs():
     """One that names the weight computes its gradient for `backward_dw`; autograd.grad could not return it."""
     made, x = [], normal("x", (32, D))
-    for inputs in (None, "weight", "parameters"):
+    for inputs in (None, "weight", "edge", "parameters"):
         layer = _layer(delay_wgrad_compute=True)
-        given = {None: None, "weight": [layer.weight], "parameters": list(layer.parameters())}[inputs]
+        asks = {"weight": [layer.weight], "edge": [get_gradient_edge(layer.weight)], "parameters": layer.parameters()}
+        given = None if inputs is None else list(asks[inputs])
         with dt.autocast(recipe=CURRENT):
             layer(x).sum().backward(inputs=given)
         with torch.inference_mode():  # as a trainer may call it
             layer.backward_dw()
         assert not layer.weight.grad.is_inference()
         made.append(layer.weight.grad)
-    same(made[0], made[1])
-    same(made[0], made[2])
+    for gradient in made[1:]:
+        same(made[0], gradient)
     with dt.autocast(recipe=CURRENT):
         y = layer(x).sum()
     with pytest.raises(UnsupportedError, match=r"delay_wgrad_compute and autograd\.grad for a layer's weight"):

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -115,8 +117,7 @@ class Sink:
                 "computes, and this gradient waits for backward_dw; make the module without delay_wgrad_compute"
             )
         made = self.weight.detach().requires_grad_()
-        living: Any = _stand_ins.setdefault(self.weight, WeakIdKeyDictionary())
-        living[made] = None
+        _stand_ins[made] = [self.weight, *_leaves(self.weight)]
         return made
 
     def accept(self, wgrad: Any) -> Tensor | None:
@@ -147,14 +148,18 @@ class Sink:
         return torch.zeros(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
 
 
-_stand_ins = WeakIdKeyDictionary()  # of each weight those that live
+# Those that live, with their weights and the parameters that these are computed from. No weight has a weak reference:
+# torch swaps no tensor that has one (`torch.__future__.set_swap_module_params_on_conversion`).
+_stand_ins = WeakIdKeyDictionary()
 
 
 def _asked_for_what_waits(inputs: Any, accumulate: bool) -> Any:
-    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`."""
+    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`. `inputs`: tensors,
+    or edges of the graph."""
     if not _stand_ins:
         return inputs
-    waiting = [stand_in for t in inputs if t in _stand_ins for stand_in in _stand_ins[t]]
+    asked = {id(getattr(t.node, "variable", None) if isinstance(t, GradientEdge) else t) for t in inputs}
+    waiting = [made for made, sources in _stand_ins.items() if any([id(t) in asked for t in sources])]
     if waiting and not accumulate:
         raise UnsupportedError(
             "delay_wgrad_compute and autograd.grad for a layer's weight: its gradient waits for backward_dw, "
@@ -227,20 +232,27 @@ def fsdp_groups(state: Any) -> Iterator[Any]:
     yield from [group for group in groups if group is not None]
 
 
-_groups = WeakIdKeyDictionary()  # by weights that were looked up: FSDP2 keeps a gathered parameter for good
+# By the ids of gathered parameters, which FSDP2 keeps for good, and which a group holds: a key that is the parameter
+# would be kept alive by its own value.
+_groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def fsdp_group(weight: Tensor) -> Any:
     """The group of FSDP2 to which a weight belongs as forward sees it, gathered; None for other weights."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
-    if weight not in _groups:
-        from torch.distributed._composable_state import _module_state_mapping
+    known = _groups.get(id(weight))
+    if known is not None and _holds(known, weight):
+        return known
+    from torch.distributed._composable_state import _module_state_mapping
 
-        states = {id(state): state for made in list(_module_state_mapping.values()) if (state := made()) is not None}
-        groups = [group for state in states.values() for group in fsdp_groups(state)]
-        _groups[weight] = next((group for group in groups if _holds(group, weight)), None)
-    return _groups[weight]
+    # No comprehension: Dynamo would trace it as a function, and take its weak references for what they refer to.
+    for made in list(_module_state_mapping.values()):
+        for group in fsdp_groups(made()):
+            if _holds(group, weight):
+                _groups[id(weight)] = group
+                return group
+    return None
 
 
 def _holds(group: Any, weight: Tensor) -> bool:
