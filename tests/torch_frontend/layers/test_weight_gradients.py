@@ -254,3 +254,17 @@ def test_compiled_main_grad(name, kind):
         assert all(w.grad is None for w in _weights(module).values())
     left, right = [[t for t in done if t is not None] for done in results]
     all_same(left, right)
+
+
+@each_module
+def test_weights_that_are_frozen_before_their_gradients_are_computed(kind):
+    """An error that names the order; nothing is lost."""
+    module = MODULES[kind](delay_wgrad_compute=True)
+    with dt.autocast(recipe=MX):
+        module(normal("x", (32, 96), "float32")).sum().backward()
+    module.requires_grad_(False)
+    with pytest.raises(ValueError, match="backward_dw: a weight was frozen after the backward"):
+        module.backward_dw()
+    module.requires_grad_()
+    module.backward_dw()
+    assert all(w.grad is not None for w in _weights(module).values())

@@ -76,13 +76,19 @@ class WeightGradients:
         return self.fuse and getattr(weight, "grad_added_to_main_grad", None) is not None
 
     def run(self) -> None:
-        """Computes the gradients that wait, oldest first. Those of one weight are added, and reach it as one."""
-        queue, self.queue = self.queue, []
+        """Computes the gradients that wait, oldest first. Those of one weight are added, and reach it as one.
+        **Raises** ValueError, and keeps them, if a weight does not require a gradient any more."""
         waiting: dict[int, tuple[Sink, list[Any]]] = {}
-        for sink, wgrad in queue:
+        for sink, wgrad in self.queue:
             waiting.setdefault(id(sink.weight), (sink, []))[1].append(wgrad)
         if not waiting:
             return
+        if not all([sink.weight.requires_grad for sink, _ in waiting.values()]):
+            raise ValueError(
+                "backward_dw: a weight was frozen after the backward that left its gradient; freeze it after "
+                "backward_dw"
+            )
+        self.queue = []
         with torch.inference_mode(False), torch.enable_grad():
             nodes = [_Delivery.apply(sink.weight, sink, wgrads) for sink, wgrads in waiting.values()]
             torch.autograd.backward(nodes, [torch.empty_like(node) for node in nodes])
@@ -153,19 +159,22 @@ class Sink:
 _stand_ins = WeakIdKeyDictionary()
 
 
-def _asked_for_what_waits(inputs: Any, accumulate: bool) -> Any:
-    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`. `inputs`: tensors,
-    or edges of the graph."""
+def _asked_for_what_waits(tensors: Any, inputs: Any, accumulate: bool) -> Any:
+    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`. `tensors`: where
+    it begins. Both are tensors or edges of the graph."""
     if not _stand_ins:
         return inputs
     asked = {id(getattr(t.node, "variable", None) if isinstance(t, GradientEdge) else t) for t in inputs}
     waiting = [made for made, sources in _stand_ins.items() if any([id(t) in asked for t in sources])]
-    if waiting and not accumulate:
+    if accumulate or not waiting:
+        return (*inputs, *waiting)
+    reached = {id(leaf) for t in tensors for leaf in _leaves(t)}
+    if any([id(made) in reached for made in waiting]):
         raise UnsupportedError(
             "delay_wgrad_compute and autograd.grad for a layer's weight: its gradient waits for backward_dw, "
             "which adds it to weight.grad; take backward(), or make the module without delay_wgrad_compute"
         )
-    return (*inputs, *waiting)
+    return inputs
 
 
 ASKED_OF_BACKWARD.append(_asked_for_what_waits)
@@ -273,11 +282,13 @@ def _reduces(ddp: DistributedDataParallel, leaves: list[Tensor]) -> bool:
     return any([p is leaf for p in ddp._module_parameters for leaf in leaves])
 
 
-def _leaves(weight: Tensor) -> list[Tensor]:
-    """The parameters that a weight is computed from: itself, unless it is parametrized."""
-    if weight.grad_fn is None:
-        return [weight]
-    found, seen, ahead = [], set(), [weight.grad_fn]
+def _leaves(t: Any) -> list[Tensor]:
+    """The leaves of the graph that a tensor, or an edge of it, is computed from: a weight itself, unless it is
+    parametrized."""
+    begin: Any = t.node if isinstance(t, GradientEdge) else t.grad_fn
+    if begin is None:
+        return [t]  # type: ignore[list-item]
+    found, seen, ahead = [], set(), [begin]
     while ahead:
         node: Any = ahead.pop()
         if node is not None and node not in seen:

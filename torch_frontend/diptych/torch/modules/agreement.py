@@ -25,9 +25,21 @@ from diptych.common.errors import RankMismatchError, UnsupportedError
 def described(value: Any) -> str:
     """Returns the text of a recipe or of quantizers. A user's own functions and classes in it have their qualified
     names, and no addresses, which differ between processes."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    text = _text(value)
     own = [name for name in dict.fromkeys(_names(value)) if not name.startswith(("diptych.", "builtins."))]
     return f"{text} by {', '.join(own)}" if own else text
+
+
+def _text(value: Any) -> str:
+    """Returns a repr without addresses, and with the elements of sets sorted: each process has an order of its own."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted([_text(each) for each in value]))}}}"
+    if type(value) is tuple:
+        return f"({', '.join([_text(each) for each in value])})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f"{f.name}={_text(getattr(value, f.name))}" for f in dataclasses.fields(value) if f.repr]
+        return f"{type(value).__qualname__}({', '.join(fields)})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _names(value: Any) -> Iterator[str]:

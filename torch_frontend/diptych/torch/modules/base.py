@@ -430,7 +430,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad; hooks of
         the weights, DistributedDataParallel and FSDP2 get them as they get any gradient.
 
-        **Raises** NotImplementedError for a module made without `delay_wgrad_compute`.
+        **Raises** NotImplementedError for a module made without `delay_wgrad_compute`; ValueError, and keeps the
+        gradients, for a weight that was frozen since.
         """
         if self._weight_gradients is None or not self._weight_gradients.delay:
             raise UnsupportedError(

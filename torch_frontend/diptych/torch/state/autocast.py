@@ -88,7 +88,7 @@ def outside_of_regions(run: F) -> F:
             if not inputs:
                 return run(tensors, grads, retain_graph, create_graph, inputs, *args, **how)
             for asked in ASKED_OF_BACKWARD:
-                inputs = asked(inputs, how.get("accumulate_grad", False))
+                inputs = asked(tensors, inputs, how.get("accumulate_grad", False))
             return run_part(run, tensors, grads, retain_graph, create_graph, inputs, *args, **how)
         finally:
             if outer is not None:
@@ -97,9 +97,9 @@ def outside_of_regions(run: F) -> F:
     return run_outside  # type: ignore[return-value]
 
 
-# Functions of the tensors whose gradients a pass is asked for (`inputs=`), and of whether it accumulates them: each
-# returns those that the pass computes instead.
-ASKED_OF_BACKWARD: list[Callable[[Any, bool], Any]] = []
+# Functions of the tensors that a pass begins at, of those whose gradients it is asked for (`inputs=`), and of whether
+# it accumulates them: each returns those that the pass computes instead.
+ASKED_OF_BACKWARD: list[Callable[[Any, Any, bool], Any]] = []
 
 
 def unrecorded() -> bool:
