@@ -52,8 +52,12 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     quantizes a weight in two ways or stochastically; UnsupportedError for a user's own quantizer, for amaxes of rows,
     Hadamard transforms of weights, weights offloaded to the CPU, weights sharded over another mesh or dimension, and
     `reshard_after_forward` given as a number. If ranks differ, or one of them raises, the others raise
-    RankMismatchError.
+    RankMismatchError. A `mesh` that is no DeviceMesh is an ArgumentError on its own rank alone.
     """
+    from torch.distributed.device_mesh import DeviceMesh  # a torch may be built without distributed
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"parallel.prepare: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     error: Exception | None = None
     found: list[_Weight] = []
     left: dict[str, str] = {}
@@ -174,10 +178,6 @@ def _require_alike(
 ) -> None:
     """Compares what ranks gather over a mesh and the tensor-parallel groups of a model's modules. **Raises** this
     rank's own error, or RankMismatchError if ranks differ."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(mesh, DeviceMesh):
-        raise error or ArgumentError(f"parallel.prepare: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     modules = [m for m in model.modules() if isinstance(m, QuantizedModule)] if isinstance(model, nn.Module) else []
     cut = {id(m.tp_group): m.tp_group for m in modules if m.tp_group is not None}
     values = {"an error": "none" if error is None else f"{type(error).__name__}: {error}"}
