@@ -92,3 +92,27 @@ def test_a_recomputation_outside_of_its_region(kind):
         y.sum().backward()
         found.append([y, a.grad, *[p.grad for p in module.parameters()]])
     assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("what", ("delay_wgrad_compute", "calibrating=True", "transforms of torch.func"))
+def test_export_without_dynamo(what, compiled):
+    """No graph is left there, whether Dynamo has left one before or not: an error with the same words."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = dt.Linear(32, 64, delay_wgrad_compute=what == "delay_wgrad_compute")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calibrating = what == "calibrating=True"
+            with dt.autocast(enabled=not calibrating, recipe=DelayedScaling(), calibrating=calibrating):
+                return torch.func.vmap(self.layer)(x) if what.startswith("transforms") else self.layer(x)
+
+    x = torch.randn(2, 16, 32)
+    if compiled:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", eager_only.EagerWarning)
+            torch.compile(Model(), backend="eager")(x)
+    with pytest.raises(NotImplementedError, match=what):
+        torch.export.export(Model(), (x,), strict=False)

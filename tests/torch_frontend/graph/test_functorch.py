@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, jacrev
+from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
 from diptych.common import RECIPES, MXFP8Quantizer
@@ -239,6 +240,23 @@ def test_routed_experts(name):
         made_at_once = vmap(lambda x, i, w: run(other, x, i, w, parameters), randomness="different")(*batch)
         for got, each in zip(made_at_once, zip(*batch, strict=True), strict=True):
             equal([got], [run(separately, each[0], each[1], each[2], parameters)])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_checkpoints_around_a_map(kind, name):
+    """The recomputation finds the scales and the random bits of its forward, as without a checkpoint."""
+    made = []
+    for around in (None, False, True):
+        call = Called(kind, name)
+        leaf = torch.stack([call.tensors[0], call.tensors[0] * 2]).requires_grad_()
+        run: Any = vmap(call.model, randomness="different")
+        with dt.autocast(recipe=RECIPES[name]):
+            y = run(leaf) if around is None else checkpoint(run, leaf, use_reentrant=around)
+        y.backward(of(tuple(y.shape), "dy"))
+        made.append([y.detach(), leaf.grad, *[p.grad for p in call.model.parameters()], *call.states()])
+    equal(made[1], made[0])
+    equal(made[2], made[0])
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -85,6 +85,10 @@ def refusals() -> dict[str, tuple[Any, str]]:
             "stochastic rounding",
         ),
         "main_grad": (lambda: vjp(region(fused), x)[1](of((ROWS, N))), "fuse_wgrad_accumulation"),
+        "main_grad of a weight of the transform": (
+            lambda: grad(region(lambda w: functional_call(fused, {"weight": w}, (x,)).float().sum()))(fused.weight),
+            "passes.*make the module without fuse_wgrad_accumulation",
+        ),
         "backward_dw": (lambda: vjp(region(delayed), x)[1](of((ROWS, N))), "delay_wgrad_compute"),
         "microbatches": (
             lambda: vmap(region(lambda x: model(x, is_first_microbatch=True)))(torch.stack([x, x])),

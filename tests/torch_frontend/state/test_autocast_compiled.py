@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ from diptych.common import (
 )
 from diptych.torch.layers import options
 from diptych.torch.state.autocast import STATE
+from torch_frontend import layer_cases as layers
+from torch_frontend.tools import normal, same
 
 pytestmark = pytest.mark.sampled
 
@@ -223,3 +227,29 @@ def test_errors_are_no_asserts():
     lines = run.stdout.splitlines()
     assert len(lines) == 4 and lines[0].startswith("autocast: recipe must be"), run.stderr
     assert lines[2:] == ["True", "torch.Size([4, 32])"], run.stdout
+
+
+@pytest.mark.parametrize("kind", ["break", "delayed gradients"])
+def test_a_graph_that_breaks_inside_of_a_region(kind):
+    """Steps are counted, and the region is left, as in eager code; scales go on to follow amaxes."""
+    eager = layers.layer(delay_wgrad_compute=kind != "break")
+    recipe, found = DelayedScaling(amax_history_len=2), []
+
+    def fn(x: torch.Tensor, layer: Any) -> torch.Tensor:
+        with dt.autocast(recipe=recipe):
+            y = layer(x)
+            if kind == "break":
+                torch._dynamo.graph_break()
+            return y * 2
+
+    for run in (fn, torch.compile(fn, backend="aot_eager")):
+        layer = copy.deepcopy(eager)
+        for i in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", dt.EagerWarning)
+                run(normal(f"x{i}", (16, 96)) * (i + 1), layer).sum().backward()
+            assert (STATE.depth, STATE.inside, STATE.recipe) == (0, False, None)
+        found.append({name: t for name, t in layer.state_dict().items() if "seen" not in name})
+    assert found[0]["scale_states.input.scale"].item() != 1
+    for name, t in found[0].items():
+        same(found[1][name], t, name)

@@ -9,24 +9,37 @@ from typing import Any
 
 import torch
 
+from diptych.common.errors import UnsupportedError
+
 
 class EagerWarning(UserWarning):
     """A part of compiled code that runs eagerly."""
 
 
 class EagerOnly:
-    """Runs a function outside of graphs. `reason`: what cannot be compiled, why, and what to do instead."""
+    """Runs a function outside of graphs. `reason`: what cannot be compiled, why, and what to do instead.
 
-    run: Callable[..., Any]  # run(function, *args, **kwargs); from `prepare` on
+    **Raises** NotImplementedError where something else than Dynamo traces, such as `torch.export` with strict=False: no
+    graph can be left there.
+    """
 
     def __init__(self, reason: str) -> None:
         self.reason, self.warned = reason, False
 
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls fn; `prepare`, which Dynamo alone runs, replaces this by `outside`, which Dynamo does not trace."""
+        raise UnsupportedError(self.reason)
+
     def outside(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # it would come back here, since fn finds that it is traced
+            raise UnsupportedError(self.reason)
+        self.warn()
+        return fn(*args, **kwargs)
+
+    def warn(self) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(f"{self.reason}; until then it runs eagerly", EagerWarning, stacklevel=2)
-        return fn(*args, **kwargs)
+            warnings.warn(f"{self.reason}; until then it runs eagerly", EagerWarning, stacklevel=3)
 
 
 DELAYED_WGRAD = EagerOnly(
@@ -52,13 +65,13 @@ TRANSFORMS = EagerOnly(
 def prepare() -> None:
     """Sets `run` of each. Called while Dynamo traces, before it reads them: importing torch._dynamo takes a second."""
     for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING, TRANSFORMS):
-        if not hasattr(part, "run"):
+        if "run" not in part.__dict__:
             part.run = torch.compiler.disable(part.outside, reason=part.reason)
 
 
 def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Called in traced code, inside of a transform of torch.func. Runs fn eagerly, or, as most backends have it, lets
-    Dynamo run all of the transform eagerly; warns once."""
+    Dynamo run all of the transform eagerly; warns once. **Raises** what `EagerOnly` raises."""
     from torch._dynamo.comptime import comptime  # importing it takes a second
 
     comptime(before_leaving)
@@ -68,4 +81,4 @@ def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def before_leaving(context: Any) -> None:
     """Runs where Dynamo traces a transform that is left. It warns, since Dynamo may come back to none of this code."""
     prepare()
-    TRANSFORMS.outside(lambda: None)
+    TRANSFORMS.warn()

@@ -32,7 +32,7 @@ def run_part(run: Callable[..., Any], *args: Any, **how: Any) -> Any:
 def asked(ctx: Any, edges: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
     """Returns the inputs of a Function whose gradients go anywhere in this pass: `autograd.grad(inputs=...)`,
     `backward(inputs=...)` and the halves of a zero-bubble schedule ask for some of those that require one. None: all
-    are asked for.
+    are asked for. A pass that calls the engine's own object, past `torch.autograd`, counts as one that asks for all.
 
     **Arguments:** `ctx`: the Function's. `edges`: the names of the inputs that require grad, each with its place among
     the tensors that `apply` was given. `ctx.needs_input_grad` is decided when the graph is made, and knows no pass.

@@ -358,4 +358,8 @@ SAVED.add(_rng_take_op)
 def rng_take(rng: Tensor, count: int) -> Tensor:
     """Returns a copy of the state, and advances the state itself in place by `count` offsets. Eagerly the copy is that
     of each quantize call of a layer, int32 [calls, 4], by the numbers of the calls, so that programs need not add."""
-    return _rng_take_of_calls(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)
+    if direct(rng, watched=True):
+        return _rng_take_of_calls(rng, count)
+    if type(rng) is Tensor and not (torch.compiler.is_compiling() or torch._C._is_tracing()):
+        return _rng_take(rng, count)  # in a transform of torch.func: no graph's call, and the caller tapes it
+    return _rng_take_op(rng, count)

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.torch.graph.guards import before_each_call
-from diptych.torch.primitives.checks import HIGH_PRECISION, describe
+from diptych.torch.primitives.checks import HIGH_PRECISION, describe, wrapped
 from diptych.torch.state.autocast import ASKED_OF_BACKWARD, STAGE_METHODS, STATE
 
 
@@ -61,6 +61,12 @@ class WeightGradients:
         a `main_grad` that fits, NotImplementedError for one whose gradient a reducer would miss."""
         if weight.requires_grad and (torch.is_grad_enabled() or STATE.taped):
             if not torch.compiler.is_compiling():  # else `require_while_tracing` has looked
+                if self.fuse and wrapped(weight):
+                    raise UnsupportedError(
+                        "fuse_wgrad_accumulation for a weight that a transform of torch.func passes: the transform "
+                        "returns its gradient, and main_grad is out of its reach; make the module without "
+                        "fuse_wgrad_accumulation"
+                    )
                 self.require_reduced(weight)
             if self.fuse:
                 main_grad(weight)
@@ -123,7 +129,7 @@ class Sink:
                 "computes, and this gradient waits for backward_dw; make the module without delay_wgrad_compute"
             )
         made = self.weight.detach().requires_grad_()
-        _stand_ins[made] = [self.weight, *_leaves(self.weight)]
+        _stand_ins[made] = [self.weight, self.weight.grad_fn, *_leaves(self.weight)]
         return made
 
     def accept(self, wgrad: Any) -> Tensor | None:
@@ -154,8 +160,8 @@ class Sink:
         return torch.zeros(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
 
 
-# Those that live, with their weights and the parameters that these are computed from. No weight has a weak reference:
-# torch swaps no tensor that has one (`torch.__future__.set_swap_module_params_on_conversion`).
+# Those that live, with their weights, and the nodes and parameters that these are computed from. No weight has a weak
+# reference: torch swaps no tensor that has one (`torch.__future__.set_swap_module_params_on_conversion`).
 _stand_ins = WeakIdKeyDictionary()
 
 
@@ -164,8 +170,9 @@ def _asked_for_what_waits(tensors: Any, inputs: Any, accumulate: bool) -> Any:
     it begins. Both are tensors or edges of the graph."""
     if not _stand_ins:
         return inputs
-    asked = {id(getattr(t.node, "variable", None) if isinstance(t, GradientEdge) else t) for t in inputs}
-    waiting = [made for made, sources in _stand_ins.items() if any([id(t) in asked for t in sources])]
+    asked = [getattr(t.node, "variable", t.node) if isinstance(t, GradientEdge) else t for t in inputs]
+    ids = {id(each) for each in asked}
+    waiting = [made for made, sources in _stand_ins.items() if any([id(each) in ids for each in sources])]
     if accumulate or not waiting:
         return (*inputs, *waiting)
     reached = {id(leaf) for t in tensors for leaf in _leaves(t)}

@@ -145,9 +145,16 @@ def _count_step() -> None:
                 step.add_(1)
 
 
+def _at_entry() -> None:
+    _Process.entered = True
+    for module in tuple(AT_ENTRY):
+        if module in sys.modules:
+            AT_ENTRY[module]()
+
+
 def _before_steps_are_traced(context: Any) -> None:
     """Runs where Dynamo traces the entry of a region: it sees no counter that is made later."""
-    _Process.entered = True
+    _at_entry()
     made = [make_step_counter(torch.device("cpu"))]
     if torch.cuda.is_initialized():
         made.append(make_step_counter(torch.device("cuda", torch.cuda.current_device())))
@@ -230,10 +237,7 @@ class autocast:
     def __enter__(self) -> autocast:
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            _Process.entered = True
-            for module in tuple(AT_ENTRY):
-                if module in sys.modules:
-                    AT_ENTRY[module]()
+            _at_entry()
         counted = self.enabled or self.calibrating
         # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.) Nor does a backward pass.
         if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:

@@ -25,7 +25,17 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.te_arguments import absorb
-from diptych.torch.state.autocast import AT_ENTRY, STATE, enter_region, outside_of_regions, recording, region
+from diptych.torch.graph.engine import run_part
+from diptych.torch.state.autocast import (
+    AT_ENTRY,
+    STATE,
+    autocast,
+    dry_run,
+    enter_region,
+    outside_of_regions,
+    recording,
+    region,
+)
 
 T = TypeVar("T")
 
@@ -405,14 +415,21 @@ def adopt() -> None:
     AT_ENTRY[_DYNAMO] = _skip_frames
 
 
-_CONTEXTS = (Taping, PlayingBack, _Both)
-_ENTERED = (region, enter_region, Taped.__call__, *[c.__enter__ for c in _CONTEXTS], *[c.__exit__ for c in _CONTEXTS])
+_CONTEXTS = (Taping, PlayingBack, _Both, autocast, dry_run)
+_ENTERED = (
+    region,
+    enter_region,
+    run_part,
+    Taped.__call__,
+    *[c.__enter__ for c in _CONTEXTS],
+    *[c.__exit__ for c in _CONTEXTS],
+)
 _frames = [function.__code__ for function in _ENTERED]
 
 
 def _skip_frames() -> None:
-    """Makes Dynamo, once it is imported, not trace frames of this mechanism where a graph breaks around a checkpoint or
-    a backward pass."""
+    """Makes Dynamo, once it is imported, not trace frames of regions and of this mechanism by themselves, where a graph
+    breaks inside of a region or around a checkpoint or a backward pass: `STATE` would be wrong afterwards."""
     del AT_ENTRY[_DYNAMO]
     for code in _frames:
         sys.modules[_DYNAMO].skip_code(code)
