@@ -128,6 +128,22 @@ def test_an_own_recipe_needs_no_region(name, how):
     assert not torch.equal(found[0][3], found[0][4])
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_an_own_recipe_is_exported_without_a_region(name):
+    """The program has the bits of an evaluation, which quantizes too."""
+    torch._dynamo.reset()
+    model = dt.prepare(dt.LayerNormMLP(64, 64, recipe=NAMED[name]).bfloat16().eval(), NAMED[name])
+    dt.seed_rng(model, SEED)
+    x = torch.randn(32, 64).bfloat16()
+    with torch.no_grad():
+        want = model(x)
+        got = torch.export.export(model, (x,)).module()(x)
+        with dt.autocast(enabled=False):
+            high = model(x)
+    same(got, want)
+    assert not torch.equal(got, high)
+
+
 def test_training_without_any_region_warns_once(monkeypatch):
     from diptych.common import HighPrecisionWarning
     from diptych.torch.state import autocast
