@@ -330,7 +330,9 @@ def checkpoint(
 # too. Where a version of torch lacks one of them it is left out: a module that is recomputed then finds no region, and
 # refuses by name if it had one (`QuantizedModule`).
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+# What every checkpoint without reentrant autograd calls: before torch 2.14 the first of the two.
+_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+_GENERATOR = [name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)][-1]
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports the generator by its name
 _ENGINE = "_engine_run_backward"
 _DYNAMO = "torch._dynamo.eval_frame"
@@ -368,20 +370,37 @@ def _taped_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        given = context_fn
+        contexts = _contexts_of(fn, context_fn, debug)
+        return generator(fn, preserve_rng_state, contexts, determinism_check, debug, *args, **kwargs)
 
-        def contexts() -> Any:
-            return [_Both(*pair) for pair in zip(checkpoint_contexts(), given(), strict=True)]
+    @functools.wraps(generator)
+    def taped_since_2_14(
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        context_fn: Any = torch.utils.checkpoint.noop_context_fn,
+        debug: bool = False,
+        **how: Any,
+    ) -> Any:
+        return generator(fn, args, kwargs, context_fn=_contexts_of(fn, context_fn, debug), debug=debug, **how)
 
-        # torch refuses contexts together with `debug`; a checkpoint in a graph recomputes by the graph.
-        forced = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
-        debugged = debug if forced is None else forced
-        known = isinstance(fn, Taped) or given is checkpoint_contexts
-        if not (debugged or known) and detect_fake_mode() is None:
-            context_fn = checkpoint_contexts if given is torch.utils.checkpoint.noop_context_fn else contexts
-        return generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
+    return taped_since_2_14 if _GENERATOR.endswith("_impl") else taped
 
-    return taped
+
+def _contexts_of(fn: Any, given: Any, debug: bool) -> Any:
+    """Returns the `context_fn` of a checkpoint that tapes its forward, within the contexts that it was given."""
+
+    def contexts() -> Any:
+        return [_Both(*pair) for pair in zip(checkpoint_contexts(), given(), strict=True)]
+
+    # torch refuses contexts together with `debug`; a checkpoint in a graph recomputes by the graph.
+    forced = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+    debugged = debug if forced is None else forced
+    known = isinstance(fn, Taped) or given is checkpoint_contexts
+    if debugged or known or detect_fake_mode() is not None:
+        return given
+    return checkpoint_contexts if given is torch.utils.checkpoint.noop_context_fn else contexts
 
 
 def _taped_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
