@@ -26,7 +26,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 TARGETS = ("raw", "verbs", "files", "modules")
 ENVIRONMENT = {"modules": {"OMP_NUM_THREADS": "1"}}
-"""Of a target's process. torch's threads take longer to meet than these small modules to run."""
+"""Environment variables of the process that runs a target, by target. One thread: the modules are so small that torch's
+threads would take longer to meet than the modules to run."""
 HANG = 60.0
 """Seconds that a round may take."""
 _PROGRESS = struct.Struct("qqq")  # the round that runs, calls made, calls that succeeded

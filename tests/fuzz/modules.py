@@ -220,7 +220,7 @@ class World:
         self.optimizer = torch.optim.SGD(real.parameters(), lr=LR)
 
     def call(self, region: tuple[Any, ...], record: bool) -> Call:
-        """What a region makes of the calls in it."""
+        """Returns the settings of a call inside of a region."""
         shape, first, second = region
         own = self.model.recipe
         if shape in ("off", "off in on"):

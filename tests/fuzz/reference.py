@@ -85,7 +85,7 @@ class Layer:
 
 @dataclasses.dataclass
 class Call:
-    """What decides about a call beside its module and its operands. `recipe`: the innermost region's, None in high
+    """The settings by which a module computes a call on its operands. `recipe`: the innermost region's, None in high
     precision. `region`: the number of the outermost region that quantizes, None outside of regions. `record`: whether
     the call may record. `first`: as `is_first_microbatch`. `grad`: whether grad mode is on."""
 
@@ -208,7 +208,7 @@ class Reference:
         return found
 
     def saved(self) -> Reference:
-        """What a state dict holds."""
+        """Returns a copy of this model, as a state dict keeps it."""
         self.make_missing()
         return copy.deepcopy(self)
 

@@ -100,7 +100,7 @@ def test_an_error_of_one_rank_reaches_the_others(ranks):
 
 
 def replicas_differ(rank: int, groups: Any) -> str:
-    """Of 2 × 2 ranks the last alone differs; the others learn of it over both dimensions."""
+    """The last of 2 × 2 ranks differs from the others, which learn of it over both dimensions of the mesh."""
     mesh = mesh_of(2, 2)
     net = sharded(blocks(dt.Linear(D, D)), mesh)
     try:
@@ -174,7 +174,7 @@ class Shared(nn.Module):
 
 
 def _trained(net: Any, mesh: Any, x: torch.Tensor, recipe: Any, prepared: bool) -> dict[str, Any]:
-    """What one step makes of a sharded model, the warnings of `prepare`, and which weights travel quantized."""
+    """Returns results of a sharded model's step, the warnings of `prepare`, and the weights that travel quantized."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if prepared:

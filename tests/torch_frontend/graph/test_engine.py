@@ -192,7 +192,7 @@ def four(kind: str, recipe: Any) -> Any:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ("Linear", "LayerNormLinear", "LayerNormMLP"))
 def test_halves_of_four_layers(kind, name):
-    """As many products as a whole backward has, for layers without a norm."""
+    """The two halves of a backward multiply as often together as a whole backward does, for layers without a norm."""
     recipe = RECIPES[name]
     model, x, given = four(kind, recipe), of((ROWS, K)).requires_grad_(), of((ROWS, K), "dy")
     other, counts = copy.deepcopy(model), []

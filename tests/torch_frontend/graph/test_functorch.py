@@ -114,7 +114,7 @@ def test_vjp(kind, name):
 
 @every_case
 def test_grad_and_value(kind, name):
-    """And `grad`, both nested in one that differentiates by nothing of it."""
+    """`grad_and_value` alone, and `grad` inside of another `grad`, which differentiates by none of its tensors."""
     plain, call, other = [Called(kind, name) for _ in range(3)]
 
     def loss(run: Any, *tensors: Tensor) -> Tensor:

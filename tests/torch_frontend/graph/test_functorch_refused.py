@@ -1,4 +1,4 @@
-"""What transforms of torch.func cannot take is refused by name; compiled, they run eagerly."""
+"""Calls that transforms of torch.func cannot take are refused by name, and compiled transforms run eagerly."""
 
 from __future__ import annotations
 

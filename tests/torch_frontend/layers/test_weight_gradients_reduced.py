@@ -173,7 +173,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, str]:
 
 
 def _tried(wrap: Any, **options: Any) -> str:
-    """What a step of a wrapped model raises, or whether it wrote to the main_grad."""
+    """Returns the error of a wrapped model's step, or whether the step wrote to the main_grad."""
     model = Model("Linear", "fp8-current", **options)
     model.layer.weight.main_grad = torch.zeros(D, D, device=here())
     try:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diptych.common.ops.activation import ActivationOptions
 from diptych.torch.graph import functorch
-from diptych.torch.graph.eager_only import outside
 from diptych.torch.primitives.activation import activation, activation_grad
 from diptych.torch.primitives.checks import (
     refuse_second_derivative,
@@ -32,7 +31,7 @@ class _Activate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_second_derivative(_NAME)
         (x,) = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and functorch.mapped(dy):  # it has no memory
+        if functorch.mapped(dy):
             return functorch.below(_NAME, lambda dy, x: [activation_grad(dy, x, ctx.options)], dy, x)[0], None
         return activation_grad(dy, x, ctx.options), None
 
@@ -54,7 +53,5 @@ def activate(x: Tensor, options: ActivationOptions) -> Tensor:
     """An activation in x's dtype; its gradient is that of `activation_grad`."""
     require_no_tangent(_NAME, x)
     if transforms_active():
-        if torch.compiler.is_compiling():
-            return outside(activate, x, options)
         return functorch.call(_below, _Arguments(x, options))[0]
     return _Activate.apply(x, options)

@@ -12,12 +12,10 @@ from diptych.common.gemm_options import DEFAULTS, GemmOptions
 from diptych.common.ops import shapes
 from diptych.torch.graph import functorch
 from diptych.torch.graph.custom_op import IN_HIGH_PRECISION
-from diptych.torch.graph.eager_only import outside
 from diptych.torch.graph.engine import asked
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import (
     Copy,
-    outside_of_transforms,
     refuse_second_derivative,
     require_no_grad,
     require_no_tangent,
@@ -57,23 +55,11 @@ def gemm(
     require_quantized("gemm", "a", a)
     require_quantized("gemm", "b", b)
     require_no_tangent("gemm", a, b, bias)
-    given = (a, b, bias, trans_a, trans_b, alpha, out_dtype, fast_accum)
     if transforms_active():
-        call = ("gemm", _gemm, *given)
-        return outside(outside_of_transforms, *call) if torch.compiler.is_compiling() else outside_of_transforms(*call)
-    return _gemm(*given)
-
-
-def _gemm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    bias: Tensor | None,
-    trans_a: bool,
-    trans_b: bool,
-    alpha: float,
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> Tensor:
+        return functorch.outside(
+            "gemm", gemm, a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, alpha=alpha, out_dtype=out_dtype,
+            fast_accum=fast_accum,
+        )  # fmt: skip
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     dtype, options = a.dtype if out_dtype is None else out_dtype, GemmOptions(fast_accum) if fast_accum else DEFAULTS
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
@@ -136,7 +122,7 @@ class _Gemm(torch.autograd.Function):
         a, b = [None if spec is None else unpack(spec, saved) for spec in ctx.specs]
         da = db = dbias = None
         if bias_dtype is not None and ctx.needs_input_grad[2] and "bias" in now:
-            if not torch.compiler.is_compiling() and functorch.mapped(dy):  # it has no memory
+            if functorch.mapped(dy):
                 (dbias,) = functorch.below("gemm", lambda dy: [gemm_ops.bias_grad(dy, bias_dtype)], dy)
             else:
                 dbias = gemm_ops.bias_grad(dy, bias_dtype)

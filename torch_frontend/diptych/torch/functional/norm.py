@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diptych.common.ops.norm import NormOptions
 from diptych.torch.graph import functorch
-from diptych.torch.graph.eager_only import outside
 from diptych.torch.primitives.checks import (
     refuse_second_derivative,
     require_no_tangent,
@@ -35,7 +34,7 @@ class _LayerNorm(torch.autograd.Function):
         refuse_second_derivative(_NAME)
         options, has_beta = ctx.call
         x, gamma, mu, rsigma = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and functorch.mapped(dy):  # it has no memory
+        if functorch.mapped(dy):
             a = _Arguments(x, gamma, gamma if has_beta else None, options)
             made = functorch.below(_NAME, lambda dy, *t: _backward(a, _TENSORS, list(t), [dy]), dy, *_stats(mu, rsigma))
             return *made, *[None] * (4 - len(made))
@@ -77,7 +76,5 @@ def layernorm(x: Tensor, gamma: Tensor, beta: Tensor | None, options: NormOption
     """The norm of x [..., K] in x's dtype; its gradients are those of `norm_grad`."""
     require_no_tangent(_NAME, x, gamma, beta)
     if transforms_active():
-        if torch.compiler.is_compiling():
-            return outside(layernorm, x, gamma, beta, options)
         return functorch.call(_below, _Arguments(x, gamma, beta, options))[0]
     return _LayerNorm.apply(x, gamma, beta, options)

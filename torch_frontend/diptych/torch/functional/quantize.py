@@ -18,10 +18,9 @@ from torch import Tensor
 from diptych.common.errors import ArgumentError
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
-from diptych.torch.graph.eager_only import outside
+from diptych.torch.graph import functorch
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
-    outside_of_transforms,
     require_no_grad,
     require_no_tangent,
     require_quantizer,
@@ -128,22 +127,11 @@ def quantize(
     require_tensor("quantize", "x", x)
     require_no_tangent("quantize", x, amax, columnwise_amax, scale)
     require_quantizer("quantize", quantizer)
-    given = (x, quantizer, amax, columnwise_amax, scale, rng, amax_group)
     if transforms_active():
-        call = ("quantize", _quantize, *given)
-        return outside(outside_of_transforms, *call) if torch.compiler.is_compiling() else outside_of_transforms(*call)
-    return _quantize(*given)
-
-
-def _quantize(
-    x: Tensor,
-    quantizer: Quantizer,
-    amax: Tensor | None,
-    columnwise_amax: Tensor | None,
-    scale: Tensor | None,
-    rng: Tensor | None,
-    amax_group: Any,
-) -> QuantizedTensor:
+        return functorch.outside(
+            "quantize", quantize, x, quantizer, amax=amax, columnwise_amax=columnwise_amax, scale=scale, rng=rng,
+            amax_group=amax_group,
+        )  # fmt: skip
     asked = torch.compiler.is_compiling() or quantizer.custom  # Dynamo can only call methods of a graph's constant
     implementation = quantizer.implementation() if asked else None
     if implementation is not None:

@@ -36,7 +36,6 @@ from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.graph import flops, functorch
-from diptych.torch.graph.eager_only import outside
 from diptych.torch.graph.engine import asked
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
@@ -59,7 +58,6 @@ from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, Qu
 # --- the op ----------------------------------------------------------------------------------------------------------
 
 
-_is_mapped = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 _OF_THEIR_OWN = ("dtype", "group")  # kinds of fields that are an input of their own in a node's schema
 IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
@@ -168,8 +166,7 @@ class CustomOp:
         if forward_ad._current_level >= 0:
             self._refuse_tangents([getattr(arguments, name) for name, _ in self._kinds()])
         if transforms_active():
-            compiling = torch.compiler.is_compiling()
-            return outside(functorch.call, self, arguments) if compiling else functorch.call(self, arguments)
+            return functorch.call(self, arguments)
         needs = self.needs(arguments)
         if not needs:
             return self.run(arguments, ())[0]
@@ -430,7 +427,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             now, gradients = None, memo.gradients
             if memo.edges and (now := asked(ctx, memo.edges)) is not None:
                 gradients = tuple([name for name in gradients if name in now])
-            if transforms_active() or _is_mapped(grads[0]) or (len(grads) > 1 and any([_is_mapped(g) for g in grads])):
+            if functorch.mapped(*grads):
                 made = functorch.Backward(op, bare, needs, memo, lengths, now).below(saved, grads)
             else:
                 arguments = memo.take(op.arguments, bare, lengths, saved)

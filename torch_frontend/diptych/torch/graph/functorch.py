@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.torch.graph import eager_only
 from diptych.torch.graph.program import Layout, Memo, memo_of, split
-from diptych.torch.primitives.checks import transforms_active, wrapped
+from diptych.torch.primitives.checks import outside_of_transforms, transforms_active, wrapped
 from diptych.torch.primitives.register import stacked
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
@@ -312,11 +313,13 @@ class Backward:
 
 
 def call(op: Any, arguments: Any) -> tuple[Tensor, ...]:
-    """Runs an op while transforms are active. Returns its outputs.
+    """Runs an op while transforms are active, eagerly in traced code too. Returns its outputs.
 
     **Raises** NotImplementedError for what has no place in a transform: weight gradients that go elsewhere than to
     autograd, quantized tensors, stochastic rounding under a vmap that has no randomness for each example.
     """
+    if torch.compiler.is_compiling():
+        return eager_only.outside(call, op, arguments)
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple([name for name in op.differentiable if requires_grad(getattr(arguments, name))])
@@ -330,6 +333,14 @@ def call(op: Any, arguments: Any) -> tuple[Tensor, ...]:
     made = Call(op, arguments, needs)
     outputs = Forward.apply(made, *made.tensors)
     return outputs[: made.found[0].outputs]
+
+
+def outside(name: str, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Runs a verb of quantized tensors while transforms are active, as if none were, eagerly in traced code too.
+    **Raises** NotImplementedError for a transform's tensors."""
+    if torch.compiler.is_compiling():
+        return eager_only.outside(outside_of_transforms, name, verb, *args, **named)
+    return outside_of_transforms(name, verb, *args, **named)
 
 
 class _Named:
@@ -350,7 +361,10 @@ def below(name: str, run: Callable[..., Sequence[Tensor]], *tensors: Any, remedy
 
 
 def mapped(*grads: Tensor | None) -> bool:
-    """Whether a backward gets gradients that have no memory: of a transform, or of `is_grads_batched=True`."""
+    """Whether a backward gets gradients that have no memory: of a transform, or of `is_grads_batched=True`. False in
+    traced code."""
+    if torch.compiler.is_compiling():
+        return False
     return transforms_active() or any([g is not None and _C.is_legacy_batchedtensor(g) for g in grads])
 
 

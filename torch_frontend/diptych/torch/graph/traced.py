@@ -59,7 +59,7 @@ def traced_function(op: Any) -> Callable[..., Any]:
             refuse_second_derivative(op.name, op.remedy)
             needs, held, sizes, count, results = ctx.call
             found = list(ctx.saved_tensors)  # once: a selective checkpoint recomputes each tensor for one reading
-            if not torch.compiler.is_compiling() and functorch.mapped(*grads):
+            if functorch.mapped(*grads):
 
                 def run(*tensors: Tensor) -> list[Tensor]:
                     kept, left = list(tensors[:count]), list(tensors[count:])

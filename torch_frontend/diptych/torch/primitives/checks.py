@@ -119,13 +119,13 @@ def wrapped(t: Any) -> bool:
     return isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t)  # type: ignore[attr-defined]
 
 
-def outside_of_transforms(op: str, run: Callable[..., Any], *args: Any) -> Any:
-    """Returns run(*args), as if no transform of torch.func were active.
+def outside_of_transforms(op: str, run: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Returns run(*args, **named), as if no transform of torch.func were active.
 
     **Raises** NotImplementedError where an argument is a tensor of a transform: it would take the class of a quantized
     tensor away.
     """
-    if any([wrapped(t) for t in args]):
+    if any([wrapped(t) for t in (*args, *named.values())]):
         raise UnsupportedError(
             f"{op}: an argument is a tensor of a transform of torch.func, in which quantized tensors have no place; "
             "use a layer there, such as diptych.torch.linear, or call this outside of the transform"
@@ -133,7 +133,7 @@ def outside_of_transforms(op: str, run: Callable[..., Any], *args: Any) -> Any:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with temporarily_clear_interpreter_stack():
-        return run(*args)
+        return run(*args, **named)
 
 
 def require_no_tangent(op: str, *tensors: Any) -> None:
