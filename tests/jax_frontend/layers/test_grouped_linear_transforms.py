@@ -235,13 +235,17 @@ def test_experts_over_the_mesh(mesh, name):
 @pytest.mark.parametrize("apart", [False, True], ids=["vjp", "pullback"])
 @pytest.mark.parametrize("name", others_slow({n: r for n, r in PLAIN.items() if r is not None}, ("fp8-current",)))
 def test_rows_and_experts_over_the_mesh_have_the_scales_of_one_device(mesh, name, apart):
-    """`row_axes` reduces amaxes of x and dy, not those of kernels, whose magnitudes differ."""
+    """`row_axes` reduces amaxes of x and dy, not those of kernels, whose magnitudes differ.
+
+    Each device has 128 rows, since blocks of 1x128 along the rows begin anew on each.
+    """
     recipe = PLAIN[name]
     x, kernel, bias, dy, offsets = operands("even")
+    x, dy, offsets = jnp.concatenate([x, -x[::-1]]), jnp.concatenate([dy, 2 * dy]), 2 * offsets
     x, options = x.at[-1, -1].set(50), {"recipe": recipe, "align": 32, "row_axes": "i"}
 
     def local(x, kernel, bias, dy):
-        half = jnp.asarray([0, 32, 64], jnp.int32)
+        half = jnp.asarray([0, 64, 128], jnp.int32)
         if apart:
             y, pull = dj.grouped_dense_vjp(x, kernel, bias, half, **options)
             made = pull(dy)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
 from diptych import core
@@ -127,3 +128,55 @@ def test_swapped_parameters(device, change, monkeypatch):
     opt = optimizer(m)
     dt.prepare_weights(m, opt, max_bytes=MUCH)
     same(train(m, opt, RECIPES["current"], change=change), want)
+
+
+BETWEEN = {
+    "an evaluation by another recipe": lambda m, opt, prepared: other_recipe(m),
+    "drop": lambda m, opt, prepared: prepared and prepared.drop(),
+    "remove": lambda m, opt, prepared: prepared and prepared.remove(),
+    "prepared anew": lambda m, opt, prepared: (
+        prepared and (prepared.remove() or dt.prepare_weights(m, opt, max_bytes=MUCH))
+    ),
+}
+CHECKPOINTS = {
+    "plain": lambda m, x: checkpoint(m, x, use_reentrant=False),
+    "reentrant": lambda m, x: checkpoint(m, x, use_reentrant=True),
+    "nested": lambda m, x: checkpoint(lambda x: checkpoint(m, x, use_reentrant=False), x, use_reentrant=False),
+    "layers": lambda m, x: checkpoint(
+        lambda x: checkpoint(m[2:], checkpoint(m[:2], x, use_reentrant=True), use_reentrant=False),
+        x,
+        use_reentrant=False,
+    ),
+}
+
+
+def other_recipe(m: nn.Module) -> None:
+    m.eval()
+    with dt.autocast(recipe=RECIPES["delayed"]):
+        m(torch.ones(32, 64, dtype=torch.bfloat16, device=next(m.parameters()).device))
+    m.train()
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("change", ["recipe stays", "recipe changes"])
+def test_recomputations_use_what_their_forward_used(device, between, kind, change):
+    names = ("mxfp8", "block") if change == "recipe changes" else ("mxfp8", "mxfp8")
+
+    def run(prepare: bool) -> list[torch.Tensor]:
+        m = model(device)
+        opt = optimizer(m)
+        prepared = dt.prepare_weights(m, opt, max_bytes=MUCH) if prepare else None
+        train(m, opt, RECIPES[names[0]], 1)
+        seen = []
+        for name in names:
+            opt.zero_grad()
+            x = torch.ones(32, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+            with dt.autocast(recipe=RECIPES[name]):
+                y = CHECKPOINTS[kind](m, x)
+            prepared = BETWEEN[between](m, opt, prepared) or prepared
+            y.float().square().sum().backward()
+            seen += [y.detach().clone(), x.grad.clone(), *[p.grad.clone() for p in m.parameters()]]
+        return seen
+
+    same(run(True), run(False))

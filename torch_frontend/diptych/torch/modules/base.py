@@ -47,12 +47,13 @@ from diptych.torch.state.autocast import (
     unrecorded,
     warn_without_regions,
 )
-from diptych.torch.state.checkpoint import aside, tape_call, taped_call
+from diptych.torch.state.checkpoint import aside, backward_ahead, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast
 from diptych.torch.state.update import update_once
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 
 _NO_REGION = contextlib.nullcontext()
+_PREPARED = "prepared weight "  # begins the name of a tape's entry that holds prepared copies
 
 
 class QuantizedModule(TensorParallelModule, StatefulModule):
@@ -229,7 +230,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         record = self.training and recording()
         cached = is_first_microbatch is not None or skip_weight_update is not None
         shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
-        shared = shared or self.tp_size > 1
+        shared = shared or self.tp_size > 1 or STATE.played
         if not (shared or "scale_states" in self._modules):
             plain = plain_options(recipe, self.module_kind, name, save_original_input, save_original_weight, record)
             if plain is not None:
@@ -262,11 +263,15 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         if cached and not isinstance(weight, QuantizedTensorBase):
             given = (weight, recipe, options, rng, is_first_microbatch, skip_weight_update)
             options = options._replace(weight_copies=kept_weight(self, layer, *given))
+        elif not compiling and STATE.played:  # with what its forward used, whatever has been prepared since
+            taped = taped_call(self, _PREPARED + layer, optional=True)
+            options = options if taped is None else options._replace(weight_copies=taped.states)
         elif not compiling and self._prepared is not None and group is None and not transforms_active():
-            grad = torch.is_grad_enabled()
-            calls = schedule(recipe, self.module_kind, name, True, False).w if grad else s.w
+            calls = schedule(recipe, self.module_kind, name, True, False).w if backward_ahead() else s.w
             made = self._prepared.get(self, layer, weight, calls, s.w)
-            options = options if made is None else options._replace(weight_copies=made)
+            if made is not None:
+                options = options._replace(weight_copies=made)
+                tape_call(self, _PREPARED + layer, None, made, None)
         return options, rng
 
     # --- states ---

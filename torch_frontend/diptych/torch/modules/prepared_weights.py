@@ -29,6 +29,7 @@ from diptych.torch.layers.quantize import quantize_weight
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.state.autocast import STATE, recording
+from diptych.torch.state.checkpoint import backward_ahead
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.state.update import update_jointly
 from diptych.torch.tensors.copies import Copies
@@ -79,12 +80,12 @@ class PreparedLayers:
     def get(
         self, module: nn.Module, layer: str, weight: Tensor, calls: tuple[Call, ...], alone: tuple[Call, ...]
     ) -> Copies | None:
-        """The copies that a forward of `module` may use in place of those that `calls` make, or None. In grad mode it
-        remembers the calls for the next step."""
+        """The copies that a forward of `module` may use in place of those that `calls` make, or None. Where a backward
+        may follow it remembers the calls for the next step."""
         one = self.by_layer.get(layer)
         if one is None or module._parameters.get(one.name) is not weight or calls not in (one.calls, one.alone):
             names = [name for name, p in module._parameters.items() if p is weight]
-            if torch.is_grad_enabled() and names and _is_plain(weight):
+            if backward_ahead() and names and _is_plain(weight):
                 self.by_layer[layer] = PreparedLayer(names[0], calls, alone)
             return None
         if one.copies is None or one.training != module.training or not recording():

@@ -105,9 +105,11 @@ class PlayingBack(AbstractContextManager):  # type: ignore[type-arg]
         _STACK.contexts.remove(self)
         enter_region(self.outer)
 
-    def next(self, module: nn.Module | None, layer: str) -> Entry:
+    def next(self, module: nn.Module | None, layer: str, optional: bool) -> Entry | None:
         entry = self.tape[self.position] if self.position < len(self.tape) else None
         if entry is None or entry.module is not module or entry.layer != layer:
+            if optional:
+                return None
             ran = "none" if entry is None else type(entry.module).__name__
             raise UnsupportedError(
                 f"checkpoint: the recomputation runs {type(module).__name__} as its call {self.position} with state, "
@@ -127,13 +129,14 @@ def taping() -> bool:
     return bool(_STACK.contexts)
 
 
-def taped_call(module: nn.Module | None, layer: str) -> Entry | None:
-    """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does."""
+def taped_call(module: nn.Module | None, layer: str, optional: bool = False) -> Entry | None:
+    """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does.
+    `optional`: None, too, where the forward wrote no such entry next."""
     recorders = []
     for context in reversed(_STACK.contexts):
         if isinstance(context, PlayingBack):
-            entry = context.next(module, layer)
-            for recorder in recorders:
+            entry = context.next(module, layer, optional)
+            for recorder in recorders if entry is not None else ():
                 recorder.tape.append(entry)
             return entry
         recorders.append(context)
