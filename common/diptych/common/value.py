@@ -106,6 +106,11 @@ class Value(metaclass=ValueMeta):
         """A copy with some fields changed. **Raises** TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
+    def described(self) -> str:
+        """`repr(self)`, for errors that are raised while torch traces: Dynamo calls methods of constants, and no
+        `repr` (torch 2.14)."""
+        return repr(self)
+
     @property
     def fingerprint(self) -> str:
         """Twelve hex digits, equal for equal values in every process and framework.

@@ -65,6 +65,39 @@ def test_graphed_callables(kind, recipe, cuda):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_recipe_of_its_own_needs_no_region(kind, recipe, cuda):
+    """Each call is a step of delayed scaling: before the capture, in each replay and after them."""
+
+    def step(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        y = module(x)
+        return [y, *torch.autograd.grad(y.float().square().mean(), [x, *module.parameters()])]
+
+    eager, module = pair(kind, recipe)
+    eager.recipe = module.recipe = RECIPES[recipe]
+    xs = inputs(recipe)
+    want = [t for x in xs for t in step(eager, x)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = [*step(module, xs[0]), *step(module, xs[1])]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, x = torch.cuda.CUDAGraph(), xs[0].detach().clone().requires_grad_()
+    with torch.cuda.graph(graph):
+        out = step(module, x)
+    for value in xs[2:5]:
+        with torch.no_grad():
+            x.copy_(value)
+        graph.replay()
+        got += [t.clone() for t in out]
+    same([*got, *step(module, xs[5])], want)
+    states = module.state_dict()
+    same([states[k] for k in states if "state" in k], [v for k, v in eager.state_dict().items() if "state" in k])
+
+
+@pytest.mark.cuda
 def test_warming_up_leaves_nothing(cuda):
     eager, module = pair("LayerNormMLP", "fp8-delayed", fuse_wgrad_accumulation=True)
     for m in (eager, module):

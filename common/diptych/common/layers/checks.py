@@ -73,10 +73,12 @@ def require_stackable(names: Names, calls: tuple[Call | None, ...]) -> None:
     for call in calls:
         if call is not None and call.quantizer.implementation() is not None:
             raise UnsupportedError(
-                f"{names.op}: a quantizer of the user's own for the {names.weight}, {call.quantizer}"
+                f"{names.op}: a quantizer of the user's own for the {names.weight}, {call.quantizer.described()}"
             )
         if call is not None and call.needs_rng:
-            raise UnsupportedError(f"{names.op}: {names.weight}s rounded stochastically, by {call.quantizer}")
+            raise UnsupportedError(
+                f"{names.op}: {names.weight}s rounded stochastically, by {call.quantizer.described()}"
+            )
 
 
 def require_whole_rotations(
@@ -101,5 +103,5 @@ def require_whole_rotations(
 def missing_rng(op: str, quantizer: Quantizer) -> ArgumentError:
     """Returns the error for a call without the random state that its quantizer needs."""
     return ArgumentError(
-        f"{op}: {quantizer} rounds stochastically and needs rng=, int32 [4]; rng_state(seed) makes one"
+        f"{op}: {quantizer.described()} rounds stochastically and needs rng=, int32 [4]; rng_state(seed) makes one"
     )

@@ -18,4 +18,4 @@ def require_same(what: str, held: Quantizer, asked: Quantizer, rowwise: bool, co
         raise ValueError(f"{what} is held as {is_held}, and the recipe asks for {wanted}; {remedy}")
     counts = ROW_AMAX * rowwise | (RHT | RHT_SIGNS) * columnwise
     if (held.spec.flags ^ asked.spec.flags) & counts:
-        raise ValueError(f"{what} is held by {held}, and the recipe asks for {asked}; {remedy}")
+        raise ValueError(f"{what} is held by {held.described()}, and the recipe asks for {asked.described()}; {remedy}")

@@ -161,7 +161,7 @@ def held_quantizer(op: str, recipe: Recipe, module: str, name: str, tensor: str 
         )
     quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared and plan.rowwise.columnwise)
     if quantizer.needs_rng:
-        raise ValueError(f"{op}: a {tensor} cannot be held by {quantizer}, which rounds stochastically")
+        raise ValueError(f"{op}: a {tensor} cannot be held by {quantizer.described()}, which rounds stochastically")
     if isinstance(quantizer, Float8Quantizer):
         return Float8CurrentScalingQuantizer(
             fp8_dtype=quantizer.fp8_dtype, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise

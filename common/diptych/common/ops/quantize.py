@@ -122,7 +122,9 @@ def require_amaxes(op: str, quantizer: Quantizer, *given: str) -> None:
     read += ["columnwise_amax"] if fmt.two_level and quantizer.columnwise else []
     for name in given:
         if name not in read:
-            raise ValueError(f"{op}: {name} ({fmt.name}) is not read: {quantizer} reads {' and '.join(read)}")
+            raise ValueError(
+                f"{op}: {name} ({fmt.name}) is not read: {quantizer.described()} reads {' and '.join(read)}"
+            )
     if missing := [name for name in read if name not in given]:
         raise ValueError(f"{op}: {missing[0]} ({fmt.name}) is missing: each copy that is made reads its own")
 

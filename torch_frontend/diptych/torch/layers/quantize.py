@@ -133,7 +133,7 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
         return scale, aside(torch.zeros_like, scale) if same else None
     if options.state is None:
         raise ArgumentError(
-            f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a "
+            f"{options.module}: {call.quantizer.described()} scales by earlier steps' amaxes and needs state=, a "
             "diptych.torch.ScaleStates; diptych.torch.Linear holds one"
         )
     scale, history = options.state.tensors(call.state)

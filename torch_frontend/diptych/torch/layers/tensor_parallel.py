@@ -311,10 +311,10 @@ def require_whole(what: str, quantizer: Quantizer, rows: int | None, cols: int |
         return
     if quantizer.custom:
         raise UnsupportedError(
-            f"{what}'s {quantizer} is the user's own and may read the whole tensor; it cannot be cut"
+            f"{what}'s {quantizer.described()} is the user's own and may read the whole tensor; it cannot be cut"
         )
     if quantizer.spec.flags & ROW_AMAX:
-        raise UnsupportedError(f"{what}'s {quantizer} has amaxes of rows, which are not reduced over ranks")
+        raise UnsupportedError(f"{what}'s {quantizer.described()} has amaxes of rows, which are not reduced over ranks")
     fmt = quantizer.format
     if fmt.per_tensor:
         return

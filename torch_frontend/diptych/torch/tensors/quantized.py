@@ -103,7 +103,7 @@ class QuantizedTensorBase(Tensor):
         if data is None or scale_inv is None:
             side = "columnwise" if columnwise else "rowwise"
             raise ValueError(
-                f"this product needs the {side} copy, which {self.quantizer} does not make; "
+                f"this product needs the {side} copy, which {self.quantizer.described()} does not make; "
                 f"quantize with quantizer.with_usage({side}=True)"
             )
         format_id = self.quantizer.spec.format_id
@@ -373,8 +373,8 @@ def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tens
         return t
     if t.rowwise_data is None and rotated(t.quantizer):
         raise ValueError(
-            f"{op}: high precision needs the rowwise copy, which {t.quantizer} does not make, and its columnwise copy "
-            "is rotated; quantize with quantizer.with_usage(rowwise=True)"
+            f"{op}: high precision needs the rowwise copy, which {t.quantizer.described()} does not make, "
+            "and its columnwise copy is rotated; quantize with quantizer.with_usage(rowwise=True)"
         )
     return t.dequantize(dtype)
 
