@@ -24,7 +24,7 @@ from diptych.common.errors import UnsupportedError
 from diptych.torch.state.autocast import recognize_pipelines
 from torch_frontend.layer_cases import NAMED, dtype_of
 from torch_frontend.ranks import here, needs_gloo
-from torch_frontend.tools import RECIPE_NAMES, normal, same
+from torch_frontend.tools import RECIPE_NAMES, STAGES_OF_ONE_RANK, normal, same
 
 D, STEPS = 256, 2
 CURRENT = Float8CurrentScaling()
@@ -473,6 +473,7 @@ def _piped(schedule: str, scale: bool | None = None, **options: Any) -> list[Any
     return layers
 
 
+@STAGES_OF_ONE_RANK
 def test_main_grad_in_pipelines(one_rank):
     """With scale_grads=False it is the sum over microbatches; nothing of the inference is in it."""
     fused = _piped("ScheduleInterleaved1F1B", False, fuse_wgrad_accumulation=True)
@@ -483,6 +484,7 @@ def test_main_grad_in_pipelines(one_rank):
         _piped("ScheduleInterleaved1F1B", fuse_wgrad_accumulation=True)
 
 
+@STAGES_OF_ONE_RANK
 @pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 def test_what_waits_is_refused_in_pipelines(one_rank, schedule):
     with pytest.raises(UnsupportedError, match=r"pipelining: layer \(Linear\) would compute .* zero-bubble schedule"):

@@ -17,7 +17,7 @@ import diptych.torch as dt
 import oracle
 from diptych.common import CustomRecipe, DelayedScaling, NVFP4BlockScaling, linear_plan
 from diptych.torch.state.autocast import recording
-from torch_frontend.tools import normal, same
+from torch_frontend.tools import STAGES_OF_ONE_RANK, normal, same
 
 SHORT = DelayedScaling(amax_history_len=4)
 GARBAGE = 1e30
@@ -266,6 +266,7 @@ def test_both_names_of_the_inference_are_known(monkeypatch, method):
     assert seen == [(3, False)] and getattr(stages.PipelineStage, method) is wrapped
 
 
+@STAGES_OF_ONE_RANK
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_shape_inference_of_pipelines_leaves_no_trace(one_rank, compiled):
     """Two stages of one rank; what the schedule's inference runs the second one on is uninitialised memory."""

@@ -36,7 +36,7 @@ from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.graph import flops, functorch
-from diptych.torch.graph.engine import asked
+from diptych.torch.graph.engine import Parts, asked
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_sizes, take, take_output, take_sizes
@@ -425,7 +425,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             bare, needs, memo, lengths = ctx.call
             saved = list(ctx.saved_tensors)
             now, gradients = None, memo.gradients
-            if memo.edges and (now := asked(ctx, memo.edges)) is not None:
+            if Parts.running and memo.edges and (now := asked(ctx, memo.edges)) is not None:
                 gradients = tuple([name for name in gradients if name in now])
             if functorch.mapped(*grads):
                 made = functorch.Backward(op, bare, needs, memo, lengths, now).below(saved, grads)

@@ -37,7 +37,7 @@ def asked(ctx: Any, edges: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
     **Arguments:** `ctx`: the Function's. `edges`: the names of the inputs that require grad, each with its place among
     the tensors that `apply` was given. `ctx.needs_input_grad` is decided when the graph is made, and knows no pass.
     """
-    if not Parts.running:  # as in most passes: looking at the edges takes microseconds
+    if not Parts.running:
         return None
     nodes = ctx.next_functions
     found = tuple([name for name, place in edges if _runs(nodes[place][0])])

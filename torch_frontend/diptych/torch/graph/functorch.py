@@ -365,7 +365,10 @@ def mapped(*grads: Tensor | None) -> bool:
     traced code."""
     if torch.compiler.is_compiling():
         return False
-    return transforms_active() or any([g is not None and _C.is_legacy_batchedtensor(g) for g in grads])
+    for g in grads:
+        if g is not None and _C.is_legacy_batchedtensor(g):
+            return True
+    return transforms_active()
 
 
 def _each_gradient(name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Any]) -> tuple[Tensor, ...]:

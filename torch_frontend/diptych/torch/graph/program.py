@@ -222,11 +222,11 @@ class Programs:
         return results, None
 
     def repeat(
-        self, replay: Replay, alone: int | None, call: Callable[..., list[Tensor]], *args: Any
+        self, replay: Replay, alone: int | None, call: Callable[..., list[Tensor]], *args: Any, case: Any = None
     ) -> tuple[list[Tensor], Learned | None]:
         """Returns call(*args), an eager call, and the program that ran. Counts the call's writes, which no program
-        counts."""
-        done = self.run((replay.key, alone), replay.held, replay.inputs, alone, call, *args)
+        counts. `case`: hashable, with the replay's key it decides what the call does."""
+        done = self.run((replay.key, alone, case), replay.held, replay.inputs, alone, call, *args)
         if replay.written:
             wrote(*replay.written)
         return done
@@ -296,9 +296,9 @@ class EagerBackward:
             replay = self._replay(arguments, needs, saved, grads, asked)
         if replay is None:
             return self._split(arguments, needs, saved, grads, layout, asked)
-        # With the rest of the key and the forms of the tensors, it decides about the layout.
-        replay = replay._replace(key=(replay.key, bool(layout), asked))
-        return self._programs.repeat(replay, None, self._split, arguments, needs, saved, grads, layout, asked)[0]
+        case = bool(layout), asked  # with the key and the forms of the tensors, the first decides about the layout
+        given = arguments, needs, saved, grads, layout, asked
+        return self._programs.repeat(replay, None, self._split, *given, case=case)[0]
 
     def _split(
         self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout, asked: Any

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
@@ -205,7 +206,8 @@ def wrote(*tensors: Tensor) -> None:
 def traced_local(context: Any, name: str) -> Any:
     """Returns the real object of a local of traced code, for code that runs through `comptime`."""
     tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+    value = tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+    return value.real_obj if isinstance(value, FakeScriptObject) else value  # torch 2.11 wraps constants
 
 
 def empty_beside(x: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.errors import HighPrecisionWarning
@@ -134,22 +133,21 @@ def make_step_counter(device: torch.device) -> Tensor:
 
 
 def _count_step() -> None:
-    """Counts a region on each device. Transforms of torch.func are disabled for it: the counters are not their
-    tensors."""
-    if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
-        for step in STATE.steps.values():
-            step.add_(1)
-    else:
-        with torch._C._DisableFuncTorch():
-            for step in STATE.steps.values():
-                step.add_(1)
+    """Counts a region on each device."""
+    for step in STATE.steps.values():
+        step.add_(1)
 
 
 def _at_entry() -> None:
     _Process.entered = True
-    for module in tuple(AT_ENTRY):
-        if module in sys.modules:
-            AT_ENTRY[module]()
+    for name in AT_ENTRY:
+        if name in sys.modules and not _is_being_imported(sys.modules[name]):
+            AT_ENTRY.pop(name)()
+            return _at_entry()
+
+
+def _is_being_imported(module: Any) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _before_steps_are_traced(context: Any) -> None:
@@ -249,7 +247,11 @@ class autocast:
                 comptime(_before_steps_are_traced)
                 _count_step()
             elif torch._C._current_graph_task_id() == -1:
-                _count_step()
+                if transforms_active():
+                    with torch._C._DisableFuncTorch():
+                        _count_step()
+                else:
+                    _count_step()
                 STATE.region = next(_regions)
         # The state is set last: if the entry raises, even by Ctrl-C, `__exit__` does not run.
         if self.amax_groups is not None:
@@ -363,4 +365,4 @@ def recognize_pipelines() -> None:
 
 
 AT_ENTRY: dict[str, Callable[[], None]] = {_STAGES: recognize_pipelines}
-"""By the name of a module of torch that may be imported late: what is done with it where a region is entered."""
+"""By the name of a module of torch that may be imported late: what is done once with it where a region is entered."""

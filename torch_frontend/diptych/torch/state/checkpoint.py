@@ -132,6 +132,8 @@ def taping() -> bool:
 def taped_call(module: nn.Module | None, layer: str, optional: bool = False) -> Entry | None:
     """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does.
     `optional`: None, too, where the forward wrote no such entry next."""
+    if not _STACK.contexts:
+        return None
     recorders = []
     for context in reversed(_STACK.contexts):
         if isinstance(context, PlayingBack):
@@ -452,7 +454,6 @@ _frames = [function.__code__ for function in _ENTERED]
 def _skip_frames() -> None:
     """Makes Dynamo, once it is imported, not trace frames of regions and of this mechanism by themselves, where a graph
     breaks inside of a region or around a checkpoint or a backward pass: `STATE` would be wrong afterwards."""
-    del AT_ENTRY[_DYNAMO]
     for code in _frames:
         sys.modules[_DYNAMO].skip_code(code)
 
