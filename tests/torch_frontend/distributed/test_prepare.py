@@ -217,6 +217,7 @@ def test_bytes_gathered(ranks, case):
 
 def errors(mesh: Any) -> dict[str, str]:
     """Returns the error messages of `prepare` for models whose weights it cannot gather, by case."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from diptych.torch import parallel
@@ -237,6 +238,8 @@ def errors(mesh: Any) -> dict[str, str]:
     tried("odd", nn.Sequential(dt.Linear(64, 63)), current)
     tried("stack", nn.Sequential(dt.GroupedLinear(3, 64, 64)), current)
     tried("mesh", nn.Sequential(dt.Linear(64, 64)), current, to=None)
+    another = init_device_mesh(mesh.device_type, (mesh.size(), 1))
+    tried("another mesh", nn.Sequential(dt.Linear(64, 64)), current, to=another)
     tried("recipe", nn.Sequential(dt.Linear(64, 64)), "fp8")
     twice = nn.Sequential(dt.Linear(64, 64))
     fully_shard(twice, mesh=mesh)
@@ -273,7 +276,8 @@ SAID = {
     ),
     "odd": (ShapeError, "0.weight has 63 rows"),
     "stack": (ShapeError, "0.weight [3, 64, 64] stacks 3 weights, and 2 ranks hold whole ones"),
-    "mesh": (UnsupportedError, "it must be cut along dimension 0 over None"),
+    "mesh": (ArgumentError, "mesh must be a DeviceMesh, got NoneType"),
+    "another mesh": (UnsupportedError, "it must be cut along dimension 0 over DeviceMesh("),
     "recipe": (ArgumentError, "recipe"),
     "twice": (ArgumentError, "0.weight is prepared already"),
     "rounded master": (UnsupportedError, "stands for torch.bfloat16 and has a float32 master"),
