@@ -22,6 +22,7 @@ from diptych.lab.cli import main
 from diptych.lab.replay.recorded import operations
 from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Trace
+from oracle.hash import hash_bits
 from saved.make import (
     BY_ORBAX,
     DELAYED,
@@ -158,10 +159,14 @@ def test_torch_weights_in_jax():
 
 
 @pytest.mark.parametrize("framework", ("torch", "jax"))
-def test_recorded_operations_have_the_same_bits_in_the_other_framework(framework):
+def test_traces(framework):
+    """Values are those that were hashed, and operations have the same bits in the other framework."""
     folder = TRACES / framework
-    found = operations(Trace.open(folder).ranks[0].step(0))
-    own = [f for f in found if TABLE[f.op.kind].own]
+    step = Trace.open(folder).ranks[0].step(0)
+    for o in step:
+        assert o.values is not None and o.values.whole and o.record.hash is not None
+        assert bytes.fromhex(o.record.hash) == hash_bits(o.values.tensor.bits).tobytes(), o.site.key
+    own = [f for f in operations(step) if TABLE[f.op.kind].own]
     assert [f.op.kind for f in own].count("gemm") == 2
     for f in own:
         assert main(["replay", str(folder), next(iter(f.results.values())).site.key]) == 0
