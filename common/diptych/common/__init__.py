@@ -1,6 +1,5 @@
 """Code that both panels share, using only the standard library: formats, quantizers, recipes, shape rules, errors."""
 
-from diptych.common.earlier_names import keep
 from diptych.common.errors import (
     ArgumentError,
     CheckpointError,
@@ -20,8 +19,6 @@ from diptych.common.errors import (
 from diptych.common.formats import FORMATS, FormatRow, find_format, format_by_name
 from diptych.common.layers.groups import row_align
 from diptych.common.layers.plan import LinearPlan, StateSlot, TensorPlan, linear_plan
-from diptych.common.ops.activation import ActivationOptions as _ActivationOptions
-from diptych.common.ops.norm import NormOptions as _NormOptions
 from diptych.common.ops.permute import padded_rows
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
@@ -99,16 +96,3 @@ __all__ = [
     "recipe_by_name",
     "row_align",
 ]
-
-# Module paths of earlier versions, so that pickled files load and old imports work.
-keep(
-    {
-        "diptych.common.fused.ActivationOptions": _ActivationOptions,
-        "diptych.common.fused.NormOptions": _NormOptions,
-        "diptych.common.grouped.row_align": row_align,
-        "diptych.common.moe.padded_rows": padded_rows,
-        "diptych.common.plan.LinearPlan": LinearPlan,
-        "diptych.common.plan.StateSlot": StateSlot,
-        "diptych.common.plan.TensorPlan": TensorPlan,
-    }
-)

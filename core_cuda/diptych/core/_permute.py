@@ -56,11 +56,6 @@ class RowMap:
     def rows(self) -> int:
         return self.row_source.shape[0]
 
-    @property
-    def source(self) -> Array:
-        """An earlier name of `row_source`."""
-        return self.row_source
-
 
 def _array(op: str, arg: str, x: Any, dtypes: frozenset[str] | tuple[str, ...] = _NAMES) -> Array:
     wanted = f"{op}: {arg} must be a NumPy array of {' or '.join(sorted(dtypes))}, got "

@@ -21,7 +21,6 @@ from diptych.common import (
     Recipe,
 )
 from diptych.common.conversion import ConversionReport, ConvertWarning
-from diptych.jax.earlier_names import keep_earlier_names
 from diptych.jax.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.jax.functional.hash import hash
@@ -166,6 +165,5 @@ __all__ = [
     "value_and_grad_with_state",
 ]
 
-keep_earlier_names()
 partition_primitives()
 register_all()

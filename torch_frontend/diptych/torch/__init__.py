@@ -4,7 +4,6 @@ Recipes, quantizers and roles are those of `diptych.common`.
 """
 
 from diptych.torch import parallel
-from diptych.torch.earlier_names import keep_earlier_names
 from diptych.torch.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.torch.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.torch.functional.hash import hash
@@ -132,4 +131,3 @@ __all__ = [
 
 adopt()
 recognize_pipelines()
-keep_earlier_names()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from diptych.common.arguments import require_recipe
 from diptych.common.gemm_options import GemmOptions
@@ -74,13 +74,6 @@ class LinearPlan:
     dequantized_backward: bool
     states: tuple[StateSlot, ...]
     needs_rng: bool
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores plans of earlier versions too, which had a field for each option of fprop, dgrad and wgrad."""
-        if "options" not in state:
-            names = [name for name in GemmOptions._fields if name in state]
-            state["options"] = tuple(GemmOptions.named({name: state[name][i] for name in names}) for i in range(3))
-        self.__dict__.update(state)
 
 
 def fusable(tensor: TensorPlan) -> bool:

@@ -52,11 +52,6 @@ class RowMap(NamedTuple):
     expert_offsets: Array
     row_source: Array
 
-    @property
-    def source(self) -> Array:
-        """An earlier name of `row_source`."""
-        return self.row_source
-
 
 # --- checks of arguments ---
 

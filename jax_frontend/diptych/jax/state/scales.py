@@ -70,10 +70,6 @@ class ScaleState:
         if self.check is None and isinstance(self.count, arrays) and isinstance(self.amax_history, arrays):
             object.__setattr__(self, "check", check_of(self.amax_history))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()  # a state that was pickled before `check` existed has none
-
     def __repr__(self) -> str:
         return f"ScaleState({self.quantizer.fp8_dtype}, history of {self.quantizer.amax_history_len})"
 

@@ -209,7 +209,7 @@ class _Plan:
         self.own = _read(path / _rank_file(rank % ranks))
         self.states = self.own["states"]
         cut = cut_over(model)
-        if ranks != size or self.own.get("cut_over", {}) != cut:
+        if ranks != size or self.own["cut_over"] != cut:
             self.states = combined([_read(path / _rank_file(r))["states"] for r in range(ranks)], rank, cut)
         metadata = FileSystemReader(path).read_metadata()
         _check_files(path, metadata)

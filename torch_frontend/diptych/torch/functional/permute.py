@@ -53,11 +53,6 @@ class RowMap(NamedTuple):
     expert_offsets: Tensor
     row_source: Tensor
 
-    @property
-    def source(self) -> Tensor:
-        """An earlier name of `row_source`."""
-        return self.row_source
-
 
 # --- checks of arguments ---------------------------------------------------------------------------------------------
 

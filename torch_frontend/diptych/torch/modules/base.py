@@ -73,7 +73,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     region's. `layers`: names of the layers that `forward` runs, whose states `prepare` makes.
     """
 
-    # Class attributes, so that a converted nn.Linear, or a module pickled before they existed, has the defaults too.
+    # Class attributes, so that a converted nn.Linear has the defaults too.
     init_method: Callable[[Tensor], Any] | None = None
     return_bias = False
     save_original_input = False

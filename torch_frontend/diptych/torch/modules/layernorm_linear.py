@@ -49,8 +49,6 @@ def require_sizes(op: str, **sizes: Any) -> None:
 class NormedModule(QuantizedModule):
     """A module that begins with a norm: the norm's parameters and their initial values."""
 
-    save_original_input = True  # what a module pickled before these options existed does
-    save_original_weight = True
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
     norm: NormOptions

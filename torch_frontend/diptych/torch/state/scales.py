@@ -118,11 +118,6 @@ class ScaleSlot(_Float32):
             self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
             self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "largest" not in state:  # pickled before it existed
-            self.largest = self.fp8_max.item()
-
     def start(self, name: str) -> float:
         return {"scale": 1.0, "amax_history": 0.0, "fp8_max": self.largest}[name]
 
