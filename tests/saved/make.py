@@ -137,6 +137,8 @@ def save_jax(folder: Path) -> None:
     import flax.serialization
     import orbax.checkpoint as ocp
 
+    import diptych.jax.linen  # noqa: F401  # registers the classes with flax
+
     folder.mkdir()
     x = matrix()
     tree = tree_of(x)

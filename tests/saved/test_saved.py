@@ -121,6 +121,7 @@ def assert_bits(tree: dict[str, Any], like: dict[str, Any]) -> None:
 
 def test_trees_by_flax_and_programs():
     serialization, like = pytest.importorskip("flax.serialization"), target()
+    pytest.importorskip("diptych.jax.linen")  # registers the classes with flax
     tree = serialization.from_bytes(like, (JAX / "tree.msgpack").read_bytes())
     assert_bits(tree, like)
     exported = jax.export.deserialize(bytearray((JAX / "program.bin").read_bytes()))

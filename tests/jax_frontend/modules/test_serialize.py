@@ -19,6 +19,8 @@ from diptych.jax.tensors.quantized import ABOUT
 from jax_frontend import tools
 
 fs = pytest.importorskip("flax.serialization")
+import diptych.jax.nnx  # noqa: E402, F401  # registers the classes with flax
+
 X = tools.normal("x", (32, 64))
 STATE = dj.init_state(dj.DelayedScaling(amax_history_len=4))["weight"]
 STATE = dataclasses.replace(STATE, amax_history=jnp.asarray([1, 0, 3, 2], jnp.float32), check=None)
@@ -120,9 +122,13 @@ def test_what_cannot_be_written_is_named():
         exported.serialize()
 
 
-def test_flax_is_not_imported_and_may_come_later():
+@pytest.mark.parametrize("modules", ("linen", "nnx"))
+def test_modules_register_the_classes(modules):
+    """`diptych.jax` alone does not import flax."""
     program = (
         "import sys, diptych.jax as dj; assert 'flax' not in sys.modules; import flax.serialization as fs; "
-        "state = dj.init_state(dj.DelayedScaling()); fs.from_bytes(state, fs.to_bytes(state))"
+        f"import diptych.jax.{modules}; "
+        "state = dj.init_state(dj.DelayedScaling()); assert isinstance(fs.to_state_dict(state['weight']), dict); "
+        "fs.from_bytes(state, fs.to_bytes(state))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -40,8 +40,11 @@ from diptych.jax.layers.held import kernel_quantizer
 from diptych.jax.layers.layernorm_mlp import PARTS, part_name
 from diptych.jax.layers.linear import dense
 from diptych.jax.layers.quantize import verb_of
+from diptych.jax.modules.serialize import register_with_flax
 from diptych.jax.modules.shared import kept, next_states, random_bits, refuse_quantized, without_random_bits
 from diptych.jax.tensors.quantized import QuantizedArray
+
+register_with_flax()
 
 Array = jax.Array
 Axes = tuple[str | None, ...]

@@ -21,6 +21,9 @@ from diptych.jax.layers.general import Contraction, dense_general, kernel_axes, 
 from diptych.jax.layers.inject import injected
 from diptych.jax.layers.linear import dense
 from diptych.jax.modules.nnx_base import BIAS_INIT, KERNEL_INIT, HeldKernel, Layer, scoped, value
+from diptych.jax.modules.serialize import register_with_flax
+
+register_with_flax()
 
 Array = jax.Array
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})

@@ -5,18 +5,16 @@
     quantizers_of(tree)                      # JSON beside files of arrays alone, as orbax's; check_quantizers reads it
 
 What is no array, such as the quantizer, is written as JSON beside the arrays. flax needs a target, as for every tree:
-its quantizer, shapes and dtypes must be those of the file. diptych does not import flax: classes are registered when
-the program imports `flax.serialization`, before or after diptych.
+its quantizer, shapes and dtypes must be those of the file. `diptych.jax` does not import flax: importing
+`diptych.jax.linen` or `diptych.jax.nnx` registers the classes with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.abc
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,9 +27,8 @@ from diptych.common.quantizer_json import from_json, to_json
 from diptych.jax.state.scales import ScaleState
 from diptych.jax.tensors.quantized import ABOUT, BUFFERS, QuantizedArray, QuantizedStack
 
-_FLAX = "flax.serialization"
 _KEY = "about"  # key of the JSON in flax's state dict
-_REGISTERED: dict[type, tuple[str, ...]] = {}  # the fields of each class that are no arrays
+_REGISTERED: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # each class's fields: arrays, and others
 
 
 @functools.cache  # JAX refuses a second registration
@@ -43,12 +40,12 @@ def register_all() -> None:
 
 
 def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None:
-    """Registers a dataclass that is a pytree with `jax.export`, and with flax where the program uses it.
+    """Registers a dataclass that is a pytree with `jax.export`, and for `register_with_flax`.
 
     **Arguments:** `arrays`: fields that are leaves. `about`: the other fields, in the order in which they were
     registered as metadata.
     """
-    _REGISTERED[cls] = about
+    _REGISTERED[cls] = arrays, about
 
     def serialize(aux: Any) -> bytes:
         return _written(cls, dict(zip(about, aux, strict=True))).encode()
@@ -60,32 +57,39 @@ def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None
         cls, serialized_name=f"diptych.{cls.__name__}", serialize_auxdata=serialize, deserialize_auxdata=deserialize
     )
 
-    def with_flax(flax: Any) -> None:
-        def to_state_dict(x: Any) -> dict[str, Any]:
-            held = {name: getattr(x, name) for name in arrays if getattr(x, name) is not None}
-            if any(isinstance(leaf, jax.Ref) for leaf in held.values()):
-                raise ArgumentError(f"{x!r} holds references, which cannot be written to a file; call read_states")
-            text = _written(cls, {name: getattr(x, name) for name in about})
-            return {_KEY: text} | {name: flax.to_state_dict(leaf) for name, leaf in held.items()}
 
-        def from_state_dict(target: Any, state: Any) -> Any:
-            where = f"{cls.__name__} at {flax.current_path()}"
-            if not isinstance(state, dict) or not isinstance(state.get(_KEY), str):
-                raise CheckpointError(f"{where}: the file holds no {cls.__name__} there")
-            found, own = _read(cls, state[_KEY].encode(), about), {name: getattr(target, name) for name in about}
-            if found != own:
-                raise CheckpointError(f"{where}: the file's has {found}, the target's {own}")
-            wanted = {name: getattr(target, name) for name in arrays if getattr(target, name) is not None}
-            if state.keys() - {_KEY} != wanted.keys():
-                keys = sorted(state.keys() - {_KEY})
-                raise CheckpointError(f"{where}: the file's arrays are {keys}, the target's {sorted(wanted)}")
-            return dataclasses.replace(
-                target, **{name: _array(f"{where}: {name}", state[name], like) for name, like in wanted.items()}
-            )
+@functools.cache  # flax refuses a second registration
+def register_with_flax() -> None:
+    """Registers the classes with `flax.serialization`; `linen` and `nnx` call it when they are imported."""
+    from flax import serialization
 
-        flax.register_serialization_state(cls, to_state_dict, from_state_dict)
+    for cls, (arrays, about) in _REGISTERED.items():
+        to_flax, from_flax = (functools.partial(f, serialization, cls, arrays, about) for f in (_to_flax, _from_flax))
+        serialization.register_serialization_state(cls, to_flax, from_flax)
 
-    _when_imported(with_flax)
+
+def _to_flax(flax: Any, cls: type, arrays: tuple[str, ...], about: tuple[str, ...], x: Any) -> dict[str, Any]:
+    held = {name: getattr(x, name) for name in arrays if getattr(x, name) is not None}
+    if any(isinstance(leaf, jax.Ref) for leaf in held.values()):
+        raise ArgumentError(f"{x!r} holds references, which cannot be written to a file; call read_states")
+    text = _written(cls, {name: getattr(x, name) for name in about})
+    return {_KEY: text} | {name: flax.to_state_dict(leaf) for name, leaf in held.items()}
+
+
+def _from_flax(flax: Any, cls: type, arrays: tuple[str, ...], about: tuple[str, ...], target: Any, state: Any) -> Any:
+    where = f"{cls.__name__} at {flax.current_path()}"
+    if not isinstance(state, dict) or not isinstance(state.get(_KEY), str):
+        raise CheckpointError(f"{where}: the file holds no {cls.__name__} there")
+    found, own = _read(cls, state[_KEY].encode(), about), {name: getattr(target, name) for name in about}
+    if found != own:
+        raise CheckpointError(f"{where}: the file's has {found}, the target's {own}")
+    wanted = {name: getattr(target, name) for name in arrays if getattr(target, name) is not None}
+    if state.keys() - {_KEY} != wanted.keys():
+        keys = sorted(state.keys() - {_KEY})
+        raise CheckpointError(f"{where}: the file's arrays are {keys}, the target's {sorted(wanted)}")
+    return dataclasses.replace(
+        target, **{name: _array(f"{where}: {name}", state[name], like) for name, like in wanted.items()}
+    )
 
 
 def quantizers_of(tree: Any) -> dict[str, dict[str, Any]]:
@@ -122,7 +126,7 @@ def _registered(tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     classes = tuple(_REGISTERED)
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, classes))[0]:
         if isinstance(x, classes):
-            yield jax.tree_util.keystr(path), x, _REGISTERED[type(x)]
+            yield jax.tree_util.keystr(path), x, _REGISTERED[type(x)][1]
 
 
 def _written(cls: type, about: dict[str, Any]) -> str:
@@ -165,42 +169,3 @@ def _array(what: str, x: Any, like: Any) -> Any:
     if hasattr(like, "shape") and (x.shape, x.dtype) != (tuple(like.shape), like.dtype):
         raise CheckpointError(f"{what} is {x.dtype}{list(x.shape)}, the target's is {like.dtype}{list(like.shape)}")
     return jnp.asarray(x)
-
-
-# --- flax, when the program imports it ---
-
-
-class _Watch(importlib.abc.MetaPathFinder):
-    """Calls functions on `flax.serialization` right after it is imported; finds no module itself."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[Any], None]] = []
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _FLAX:
-            return None
-        others = (f for f in list(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
-        spec = next((s for s in (f.find_spec(name, path, target) for f in others) if s is not None), None)
-        loader: Any = spec and spec.loader
-        if loader is not None and hasattr(loader, "exec_module"):
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                for call in self.calls:
-                    call(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-_WATCH = _Watch()
-
-
-def _when_imported(call: Callable[[Any], None]) -> None:
-    if _FLAX in sys.modules:
-        call(sys.modules[_FLAX])
-        return
-    if _WATCH not in sys.meta_path:
-        sys.meta_path.insert(0, _WATCH)
-    _WATCH.calls.append(call)
