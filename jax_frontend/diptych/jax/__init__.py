@@ -38,15 +38,14 @@ from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
 from diptych.jax.layers.general import dense_general, init_dense_general_state
-from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
+from diptych.jax.layers.grouped_linear import grouped_dense
 from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.inject import dot_general, einsum
-from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
-from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
+from diptych.jax.layers.layernorm_linear import layernorm_dense
+from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp
 from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
-from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.modules import checkpoint_policies
 from diptych.jax.modules.convert import convert
 from diptych.jax.modules.serialize import check_quantizers, quantizers_of, register_all
@@ -108,7 +107,6 @@ __all__ = [
     "convert",
     "dense",
     "dense_general",
-    "dense_vjp",
     "dequantize",
     "device_put",
     "dot_general",
@@ -119,7 +117,6 @@ __all__ = [
     "gemm_into",
     "grouped_bias_grad",
     "grouped_dense",
-    "grouped_dense_vjp",
     "grouped_gemm",
     "hash",
     "header_version",
@@ -128,9 +125,7 @@ __all__ = [
     "init_state",
     "kernel_quantizer",
     "layernorm_dense",
-    "layernorm_dense_vjp",
     "layernorm_mlp",
-    "layernorm_mlp_vjp",
     "leaf_shardings",
     "lend_states",
     "load_state_dict",

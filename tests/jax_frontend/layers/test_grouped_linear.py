@@ -419,8 +419,6 @@ def test_kept_copies_change_no_bit(name):
     got = run(recipe, x, stale, bias, dy, offsets, align=16, copies=copies)
     assert tools.calls("quantize") - before == 2  # of x and dy
     same(got, want)
-    y, pullback = dj.grouped_dense_vjp(x, stale, bias, offsets, recipe=recipe, state=states, copies=copies, **options)
-    tools.same_tree((y, pullback(dy).kernel.compute()), (want["y"], want["dkernel"]))
     if states:
         assert float(kept["weight"].amax_history[0]) == float(jnp.abs(kernel.astype(jnp.float32)).max())
 
@@ -446,7 +444,7 @@ def test_a_rotation_needs_its_promise():
     with pytest.raises(ValueError, match=r"rotates 16 rows .* align=1\b"):
         run(recipe, x, kernel, bias, dy, offsets)
     with pytest.raises(ValueError, match="rotates 16 rows"):
-        dj.grouped_dense_vjp(x, kernel, bias, offsets, recipe=recipe, rng=RNG, align=8)
+        run(recipe, x, kernel, bias, dy, offsets, align=8)
     y = dj.grouped_dense(x, kernel, bias, offsets, recipe=recipe, rng=RNG)  # nothing is rotated without a gradient
     grad = jax.grad(lambda x: (dj.grouped_dense(x, kernel, bias, offsets, recipe=recipe, rng=RNG) * dy).sum())(x)
     want = run(recipe, x, kernel, bias, dy, offsets, align=32)

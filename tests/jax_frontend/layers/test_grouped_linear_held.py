@@ -108,25 +108,6 @@ def test_bits(name, where, wrap):
         same(got, run(recipe, *args, align=align))
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_the_backward_pass_taken_apart(name):
-    recipe = EVERY[name]
-    x, kernel, bias, dy, offsets = operands("later", ("bfloat16", "float32", "bfloat16"))
-    q, acc = hold(kernel, recipe), tools.normal("acc", kernel.shape)
-
-    @jax.jit
-    def step(q, x, bias, dy, acc):
-        y, pullback = dj.grouped_dense_vjp(x, q, bias, offsets, recipe=recipe, align=16, **given(recipe))
-        grads = pullback(dy)
-        made = {"y": y, "dx": grads.x, "dkernel": grads.kernel.compute(), "dbias": grads.bias}
-        return made | {"state": grads.state}, grads.kernel.accumulate(acc)
-
-    got, added = step(q, x, bias, dy, acc)
-    want = held_run(recipe, x, q, bias, dy, offsets, align=16)
-    tools.same_tree(got, {"state": {}} | want)
-    np.testing.assert_allclose(added, acc + want["dkernel"], rtol=1e-5, atol=1e-5)
-
-
 @tools.WRAP
 @pytest.mark.parametrize("name", others_slow(EVERY, NOW))
 def test_a_map_of_rows(name, wrap):

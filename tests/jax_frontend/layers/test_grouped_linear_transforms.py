@@ -145,28 +145,6 @@ def test_gradients_into_main_grad():
     tools.same(ref[...], main + wide)
 
 
-@tools.WRAP
-@pytest.mark.parametrize("name", others_slow(EVERY, ("fp8-delayed", "fp8-block", "nvfp4")))
-def test_the_backward_pass_taken_apart(name, wrap):
-    recipe = EVERY[name]
-    args = operands("later", "bfloat16")
-    want = run(recipe, *args, align=16)
-    acc = tools.normal("acc", args[1].shape)
-
-    def step(x, kernel, bias, dy, offsets, acc):
-        y, pullback = dj.grouped_dense_vjp(x, kernel, bias, offsets, recipe=recipe, align=16, **given(recipe))
-        grads = pullback(dy)
-        made = {"y": y, "dx": grads.x, "dkernel": grads.kernel.compute(), "dbias": grads.bias}
-        return made, grads.state, grads.kernel.accumulate(acc), grads.kernel.compute("float32")
-
-    made, state, added, wide = wrap(step)(*args, acc)
-    same(made, want, name)
-    tools.same_tree(state or None, want.get("state"))
-    np.testing.assert_allclose(added, acc + wide, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="dy must be bfloat16"):
-        dj.grouped_dense_vjp(*args[:3], args[4], recipe=recipe, align=16, **given(recipe))[1](args[3][:5])
-
-
 def test_a_second_derivative_is_refused():
     x, kernel, bias, dy, offsets = operands("even")
 
@@ -232,9 +210,8 @@ def test_experts_over_the_mesh(mesh, name):
             np.testing.assert_allclose(got[key], v, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["vjp", "pullback"])
 @pytest.mark.parametrize("name", others_slow({n: r for n, r in PLAIN.items() if r is not None}, ("fp8-current",)))
-def test_rows_and_experts_over_the_mesh_have_the_scales_of_one_device(mesh, name, apart):
+def test_rows_and_experts_over_the_mesh_have_the_scales_of_one_device(mesh, name):
     """`row_axes` reduces amaxes of x and dy, not those of kernels, whose magnitudes differ.
 
     Each device has 128 rows, since blocks of 1x128 along the rows begin anew on each.
@@ -246,10 +223,6 @@ def test_rows_and_experts_over_the_mesh_have_the_scales_of_one_device(mesh, name
 
     def local(x, kernel, bias, dy):
         half = jnp.asarray([0, 64, 128], jnp.int32)
-        if apart:
-            y, pull = dj.grouped_dense_vjp(x, kernel, bias, half, **options)
-            made = pull(dy)
-            return y, made.x, made.kernel.compute(), made.bias
         y, pull = jax.vjp(lambda *args: dj.grouped_dense(*args, half, **options), x, kernel, bias)
         return y, *pull(dy)
 

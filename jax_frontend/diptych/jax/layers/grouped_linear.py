@@ -40,7 +40,6 @@ from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.ops import shapes
 from diptych.common.ops.grouped import align_of, kernel_align
-from diptych.common.quantizers import RHT
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import grouped
 from diptych.jax.functional import source as sources
@@ -53,8 +52,6 @@ from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import DenseGradients, Needs, Products, cotangents, fprop, primals, recorded
-from diptych.jax.layers.weight_gradients import Pullback, refuse_references
-from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import same_axes, to_array
 from diptych.jax.primitives.grouped_matmul import grouped_matmul
@@ -153,44 +150,6 @@ def grouped_dense(
     return (y, news) if return_state else y
 
 
-def grouped_dense_vjp(
-    x: Array,
-    kernel: Array | QuantizedStack,
-    bias: Array | None = None,
-    offsets: Array | None = None,
-    *,
-    recipe: Recipe,
-    row_map: RowMap | None = None,
-    align: int = 1,
-    module: str = "grouped_linear",
-    name: str = "",
-    state: Mapping[str, ScaleState] | None = None,
-    rng: Array | None = None,
-    copies: Copies | None = None,
-    save_original_input: bool = False,
-    row_axes: str | tuple[str, ...] = (),
-) -> tuple[Array, Pullback]:
-    """Runs `grouped_dense` and returns its pullback, which leaves the kernels' gradients for later; see `dense_vjp`.
-
-    **Arguments, raises:** as `grouped_dense`. States are arrays.
-
-    **Returns:** (y, pullback); `pullback(dy)` gives `DenseGradients`.
-    """
-    op = "grouped_dense_vjp"
-    require_recipe(op, recipe, optional=False)
-    given = offsets
-    x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
-    axes = _axes(recipe, row_axes)
-    options = Options(recipe, module, name, save_original_input, True, True, axes[0], "grouped_dense", axes[1])
-    states = check_states(op, state, options.plan, recipe)
-    refuse_references(op, states)
-    needs = Needs.every(kernel, bias, states)
-    promise = _promise(op, align, given)
-    array, copies, _ = prepare(kernel, options, copies, None)
-    (y, _), saved = _grouped_forward(options, promise, needs, x, array, bias, offsets, maps, states, rng, copies)
-    return y, Pullback.of(op, _grouped_backward, saved, y)
-
-
 def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
     """The layer in high precision."""
     operands = same_axes(x, high_precision(kernel, x.dtype), bias, offsets)
@@ -276,19 +235,6 @@ class Groups(Products):
         right = values(right, inner) if depth else right
         out = grouped_matmul(values(a, inner), right, self.offsets, bias, depth=depth, trans_b=trans_b).astype(dtype)
         return out if depth else out.reshape(*a.shape[:-1], out.shape[-1])
-
-    def accumulate(self, acc: Array, dy: Any, x: Any, options: GemmOptions) -> Array:
-        op = "grouped_dense"
-        return grouped_ops.grouped_gemm(
-            dy.copy_of(True, op),
-            x.copy_of(True, op),
-            self.offsets,
-            align=self.align,
-            rotated=bool(dy.quantizer.spec.flags & RHT),
-            out_dtype=acc.dtype.name,
-            options=options,
-            acc=acc,
-        )
 
     def bias_grad(self, dy: Array, dtype: str) -> Array:
         return grouped.grouped_bias_grad(dy, self.offsets, dtype)

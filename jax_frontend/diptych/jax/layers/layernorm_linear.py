@@ -32,7 +32,6 @@ from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import DenseGradients, Needs, cotangents, primals
-from diptych.jax.layers.weight_gradients import Pullback, refuse_references
 from diptych.jax.primitives import norm as norm_ops
 from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
@@ -123,61 +122,6 @@ def _results(y: Any, *more: Any) -> Any:
     """Returns a tuple of `y` and those of `more` that are not None, or `y` alone if all are None."""
     there = tuple(r for r in more if r is not None)
     return (y, *there) if there else y
-
-
-class LayerNormDenseGradients(NamedTuple):
-    """The result of the pullback of `layernorm_dense_vjp`; `kernel` is not computed yet, as in `DenseGradients`."""
-
-    x: Array
-    gamma: Array
-    beta: Array | None
-    kernel: Any
-    bias: Array | None
-    state: dict[str, ScaleState]
-
-
-def layernorm_dense_vjp(
-    x: Array,
-    gamma: Array,
-    beta: Array | None,
-    kernel: Array | QuantizedArray,
-    bias: Array | None = None,
-    *,
-    recipe: Recipe,
-    eps: float = 1e-5,
-    normalization: str = "LayerNorm",
-    zero_centered_gamma: bool = False,
-    module: str = "layernorm_linear",
-    name: str = "",
-    state: Mapping[str, ScaleState] | None = None,
-    rng: Array | None = None,
-    copies: Copies | None = None,
-    save_original_input: bool = False,
-) -> tuple[Array, Pullback]:
-    """Runs `layernorm_dense` and returns its pullback, which leaves the kernel's gradient for later; see `dense_vjp`.
-
-    **Arguments, raises:** as `layernorm_dense`. States are arrays.
-
-    **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormDenseGradients`.
-    """
-    op = "layernorm_dense_vjp"
-    require_recipe(op, recipe, optional=False)
-    norm = norm_options(op, normalization, eps, zero_centered_gamma)
-    x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
-    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
-    options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
-    states = check_states(op, state, options.plan, recipe)
-    refuse_references(op, states)
-    needs = Needs.every(kernel, bias, states)
-    array, copies, _ = prepare(kernel, options, copies, None)
-    *args, copies = same_axes(x, gamma, beta, array, bias, copies)
-    ((y, _), _), saved = normed_forward(NormedOptions(norm, options), needs, *args, states, rng, copies)
-    return y, Pullback.of(op, _gradients, saved, y)
-
-
-def _gradients(saved: Any, dy: Array) -> LayerNormDenseGradients:
-    of_norm, made = normed_backward(saved, dy)
-    return LayerNormDenseGradients(*of_norm, made.kernel, made.bias, made.state)
 
 
 # --- inputs that are not stored ---

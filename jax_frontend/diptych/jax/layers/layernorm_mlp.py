@@ -56,7 +56,6 @@ from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options
 from diptych.jax.layers.products import OFFSETS, Needs, cotangents, fprop, primals, recorded
 from diptych.jax.layers.quantize import quantize_operand, rng_at
-from diptych.jax.layers.weight_gradients import Pullback, refuse_references
 from diptych.jax.primitives import activation as activation_ops
 from diptych.jax.primitives import checks
 from diptych.jax.primitives.checks import same_axes
@@ -168,72 +167,6 @@ def layernorm_mlp(
         y, news = out
     news = {part: returned(own, news[part]) for part, own in states.items()}
     return (y, news) if return_state else y
-
-
-class LayerNormMLPGradients(NamedTuple):
-    """The result of the pullback of `layernorm_mlp_vjp`; `kernel1` and `kernel2` are not computed yet, as in
-    `DenseGradients`."""
-
-    x: Array
-    gamma: Array
-    beta: Array | None
-    kernel1: Any
-    bias1: Array | None
-    kernel2: Any
-    bias2: Array | None
-    state: States
-
-
-def layernorm_mlp_vjp(
-    x: Array,
-    gamma: Array,
-    beta: Array | None,
-    kernel1: Array | QuantizedArray,
-    bias1: Array | None,
-    kernel2: Array | QuantizedArray,
-    bias2: Array | None,
-    *,
-    recipe: Recipe,
-    activation: str = "gelu",
-    eps: float = 1e-5,
-    normalization: str = "LayerNorm",
-    zero_centered_gamma: bool = False,
-    module: str = "layernorm_mlp",
-    name: str = "",
-    state: Mapping[str, Mapping[str, ScaleState]] | None = None,
-    rng: Array | None = None,
-    copies: tuple[Copies | None, Copies | None] = (None, None),
-    save_original_input: bool = False,
-) -> tuple[Array, Pullback]:
-    """Runs `layernorm_mlp` and returns its pullback, which leaves the kernels' gradients for later; see `dense_vjp`.
-
-    **Arguments, raises:** as `layernorm_mlp`. States are arrays.
-
-    **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormMLPGradients`.
-    """
-    op = "layernorm_mlp_vjp"
-    require_recipe(op, recipe, optional=False)
-    norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
-    x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
-    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
-    kernel2, bias2 = _check_second(op, x, kernel1, kernel2, bias2, act)
-    fc1, fc2 = _parts(recipe, module, name, save_original_input, True, True)
-    states = _check_states(op, state, recipe, fc1, fc2)
-    for own in states.values():
-        refuse_references(op, own)
-    needs1, needs2 = Needs.every(kernel1, bias1, states["fc1"]), Needs.every(kernel2, bias2, states["fc2"])
-    array1, copies1, _ = prepare(kernel1, fc1, copies[0], None)
-    array2, copies2, _ = prepare(kernel2, fc2, copies[1], None)
-    args: list[Any] = [*same_axes(x, gamma, beta, array1, bias1, array2, bias2, copies1, copies2), states, rng]
-    (y, _), saved = _run(MLPOptions(NormedOptions(norm, fc1), fc2, act), needs1, needs2, *args)
-    return y, Pullback.of(op, _gradients, saved, y)
-
-
-def _gradients(saved: _Saved, dy: Array) -> LayerNormMLPGradients:
-    of_norm, made1, made2, dbias1 = _gradients_of(saved, dy)
-    states = {"fc1": made1.state, "fc2": made2.state}
-    dx, dgamma, dbeta = of_norm
-    return LayerNormMLPGradients(dx, dgamma, dbeta, made1.kernel, dbias1, made2.kernel, made2.bias, states)
 
 
 def _parts(

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.recipes import Recipe
 from diptych.jax.layers.calibrate import calibrated, plain
 from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.held import held_copies
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import Needs, Saved, backward, cotangents, forward, fprop, primals, recorded
+from diptych.jax.layers.weight_gradients import receiver
 from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
-from diptych.jax.state.carry import refuse_differentiated, returned, viewed
+from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.copies import CHECKPOINT_NAME, Copies, folds_cut_rows
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
@@ -104,7 +103,7 @@ def dense(
     return (y, news) if return_state else y
 
 
-# --- quantized kernels, and main_grad ---
+# --- quantized kernels ---
 
 
 def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
@@ -112,44 +111,7 @@ def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple
     shape = kernel.shape
     if isinstance(kernel, QuantizedCopies):
         copies, kernel = held_copies(kernel, options, copies), None
-    return kernel, copies, _main_grad(options.op, main_grad, kernel, shape)
-
-
-def _main_grad(op: str, main_grad: Any, kernel: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """Returns the array whose gradient is the kernel's; for a reference, an array that adds its gradient to it."""
-    if main_grad is None:
-        return None
-    reference = isinstance(main_grad, jax.Ref)
-    if not reference and not isinstance(main_grad, jax.Array):
-        raise ArgumentError(f"{op}: main_grad must be a JAX array or reference, got {type(main_grad).__name__}")
-    if main_grad.dtype != jnp.float32 or main_grad.shape != shape:
-        raise ShapeError(f"{op}: main_grad must be float32 {list(shape)}, got {main_grad.dtype}{list(main_grad.shape)}")
-    if not reference:
-        return main_grad
-    if kernel is None:
-        raise ValueError(
-            f"{op}: a reference as main_grad asks for a kernel that is differentiated, and a quantized one is not; "
-            "pass main_grad as an array and differentiate with respect to it"
-        )
-    return _sink(main_grad, kernel)
-
-
-@jax.custom_vjp
-def _sink(main_grad: Any, kernel: Array) -> Array:
-    return jnp.zeros(main_grad.shape, main_grad.dtype)
-
-
-def _sink_backward(main_grad: Any, grad: Array) -> tuple[None, None]:
-    main_grad[...] = main_grad[...] + grad
-    return None, None
-
-
-def _sink_forward(main_grad: Any, kernel: Array) -> tuple[Array, Any]:
-    refuse_differentiated("a reference as main_grad", "pass main_grad as an array and differentiate with respect to it")
-    return _sink(main_grad, kernel), main_grad
-
-
-_sink.defvjp(_sink_forward, _sink_backward)
+    return kernel, copies, receiver(options.op, main_grad, kernel, shape)
 
 
 # --- forward and backward ---

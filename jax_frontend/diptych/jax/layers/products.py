@@ -14,7 +14,7 @@ Invariants:
 - Copies are made as bytes, so that no remat policy rounds them; see the verb `quantize`.
 - A `Products` computes products and the bias gradient; grouped layers have their own, and their kernel is a stack.
 - `forward` and `backward` take arrays. A custom_vjp's arguments, whose leaves have a flag `perturbed`, are converted to
-  arrays and `Needs`; so a backward pass can also be called directly (`weight_gradients.dense_vjp`).
+  arrays and `Needs`.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ class Products:
             out = add_bias(out, bias)
         return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
 
-    def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, options: GemmOptions) -> Array:
-        """Returns acc + wgrad, in acc's memory if XLA may reuse it."""
-        return gemm_verbs.gemm_into(acc, dy, x, trans_a=True, trans_b=False, **options._asdict())
-
     def bias_grad(self, dy: Array, dtype: str) -> Array:
         return gemm_verbs.bias_grad(dy, dtype)
 
@@ -74,14 +70,8 @@ class Products:
 LINEAR = Products()
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("dy", "x", "rng", "products"),
-    meta_fields=("dtype", "options", "schedule"),
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class WeightGradient:
-    """A wgrad that is not computed yet: a pytree of its operands, which may be returned by a compiled function."""
+class WeightGradient(NamedTuple):
+    """The operands of a wgrad, which `cotangents` computes once the gradients of a layer's inputs are there."""
 
     dy: Operand
     x: Operand
@@ -89,21 +79,12 @@ class WeightGradient:
     dtype: str
     options: Options
     schedule: Schedule
-    products: Products = LINEAR
+    products: Products
 
-    def compute(self, dtype: Any = None) -> Array:
-        """Returns the gradient, of the kernel's shape, in its dtype or another."""
-        dtype = self.dtype if dtype is None else dtype
-        dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.options[2])
+    def compute(self) -> Array:
+        """Returns the gradient, of the kernel's shape, in `dtype`."""
+        dw = self.products.product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.options[2])
         return requantized_result(dw, self.schedule.results[2], self.options.of_kernels, self.rng, verb_of(dw))
-
-    def accumulate(self, acc: Array) -> Array:
-        """Returns acc + the gradient, in acc's memory if XLA may reuse it; `acc`: as the kernel, usually float32."""
-        quantized = isinstance(self.dy, QuantizedArray) and isinstance(self.x, QuantizedArray)
-        if not quantized or self.schedule.results[2] is not None:
-            return acc + self.compute(acc.dtype)
-        dy: Any = self.dy
-        return self.products.accumulate(acc, dy, self.x, self.schedule.plan.options[2])
 
 
 # --- forward ---
@@ -152,11 +133,6 @@ class Needs(NamedTuple):
             states=tuple(name for name, state in states.items() if perturbed(state)),
             to_main_grad=main_grad is not None,
         )
-
-    @staticmethod
-    def every(kernel: Any, bias: Array | None, states: States) -> Needs:
-        """Returns the needs of a call whose gradients are all wanted."""
-        return Needs(True, True, str(kernel.dtype), None if bias is None else bias.dtype.name, tuple(states))
 
 
 @functools.partial(
@@ -261,15 +237,14 @@ def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, bac
 
 
 class DenseGradients(NamedTuple):
-    """The gradients of a linear layer.
+    """The gradients of a linear layer, None where they are not needed.
 
-    `kernel` is not computed yet: `compute()` returns the gradient, `accumulate(acc)` adds it. `state`: the states with
-    the amaxes of forward and backward; None for those whose gradient is not needed.
+    `kernel` is not computed yet. `state`: the states with the amaxes of forward and backward.
     """
 
     x: Any
     bias: Any
-    kernel: Any
+    kernel: WeightGradient | None
     state: Any
 
 
