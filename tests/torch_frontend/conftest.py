@@ -59,3 +59,13 @@ def ranks(request, pool):
     except RankError as error:
         said = str(error)
     pytest.fail(said, pytrace=False)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sweeps import others_slow
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -19,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
-from diptych.common import DelayedScaling, Float8CurrentScaling
+from diptych.common import Float8CurrentScaling
 from diptych.common.errors import UnsupportedError
 from diptych.torch.state.autocast import recognize_pipelines
 from torch_frontend.layer_cases import NAMED, dtype_of
 from torch_frontend.ranks import here, needs_gloo
-from torch_frontend.tools import RECIPE_NAMES, STAGES_OF_ONE_RANK, normal, same
+from torch_frontend.tools import RECIPE_NAMES, normal, same
 
 D, STEPS = 256, 2
 CURRENT = Float8CurrentScaling()
@@ -231,7 +230,7 @@ def test_compiled_ones_are_refused(way, pool, tmp_path):
 def test_a_graph_that_was_traced_before_is_not_run_in_a_wrapper(one_rank):
     """The graph of a module alone adds to main_grad; a wrapper around the module comes later."""
     torch._dynamo.reset()
-    layer = _layer(fuse_wgrad_accumulation=True)
+    layer = layer_of(fuse_wgrad_accumulation=True)
     compiled, x = torch.compile(layer, backend="aot_eager", fullgraph=True), normal("x", (32, D))
     with dt.autocast(recipe=CURRENT):
         compiled(x).sum().backward()
@@ -261,14 +260,7 @@ def test_names_of_torch_that_are_read():
 # --- one process ---
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    yield
-    dist.destroy_process_group()
-
-
-def _layer(**options: Any) -> Any:
+def layer_of(**options: Any) -> Any:
     torch.manual_seed(1)
     layer: Any = dt.Linear(D, D, **options)
     layer.weight.main_grad = torch.zeros(D, D)
@@ -276,7 +268,7 @@ def _layer(**options: Any) -> Any:
 
 
 def test_hooks_of_a_weight_run_when_its_gradient_is_delivered():
-    layer, x, ran = _layer(delay_wgrad_compute=True), normal("x", (32, D)), []
+    layer, x, ran = layer_of(delay_wgrad_compute=True), normal("x", (32, D)), []
     layer.weight.register_hook(lambda g: ran.append("hook") or g * 2)
     layer.weight.register_post_accumulate_grad_hook(lambda p: ran.append("accumulated"))
     for _ in range(2):
@@ -284,7 +276,7 @@ def test_hooks_of_a_weight_run_when_its_gradient_is_delivered():
             layer(x).sum().backward()
     assert not ran
     layer.backward_dw()
-    usual = _layer()
+    usual = layer_of()
     with dt.autocast(recipe=CURRENT):
         usual(x).sum().backward()
     assert ran == ["hook", "accumulated"]
@@ -293,7 +285,7 @@ def test_hooks_of_a_weight_run_when_its_gradient_is_delivered():
 
 def test_marked_weights_whose_gradient_waits():
     """Hooks, by which Megatron-LM's trainers reduce, run once main_grad is whole."""
-    layer, x, seen = _layer(delay_wgrad_compute=True, fuse_wgrad_accumulation=True), normal("x", (32, D)), []
+    layer, x, seen = layer_of(delay_wgrad_compute=True, fuse_wgrad_accumulation=True), normal("x", (32, D)), []
     layer.weight.grad_added_to_main_grad = False
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(bool(p.main_grad.any())))
     with dt.autocast(recipe=CURRENT):
@@ -307,7 +299,7 @@ def test_a_weight_that_is_computed_from_parameters():
     """The gradient flows on to them, in a pass that is asked for them too."""
     made = []
     for delay, asks in ((False, ""), (True, ""), (True, "parameter"), (True, "edge")):
-        layer = _layer(delay_wgrad_compute=delay)
+        layer = layer_of(delay_wgrad_compute=delay)
         torch.nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
         with dt.autocast(recipe=CURRENT):
             y = layer(normal("x", (32, D))).sum()
@@ -329,7 +321,7 @@ def test_modules_that_ran_can_swap_their_parameters(option, monkeypatch):
     """torch swaps no tensor that has a weak reference."""
     import torch.distributed.fsdp  # where it is imported, weights are looked up in its groups
 
-    layer = _layer(**{option: True})
+    layer = layer_of(**{option: True})
     with dt.autocast(recipe=CURRENT):
         layer(normal("x", (32, D))).sum().backward()
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
@@ -340,7 +332,7 @@ def test_modules_that_ran_can_swap_their_parameters(option, monkeypatch):
 def test_sharded_models_are_freed(one_rank):
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = fully_shard(nn.Sequential(_layer(delay_wgrad_compute=True)))
+    model: Any = fully_shard(nn.Sequential(layer_of(delay_wgrad_compute=True)))
     with dt.autocast(recipe=CURRENT):
         model(normal("x", (32, D))).sum().backward()
     model[0].backward_dw()
@@ -354,7 +346,7 @@ def test_backward_of_some_inputs():
     """One that names the weight computes its gradient for `backward_dw`; autograd.grad could not return it."""
     made, x = [], normal("x", (32, D))
     for inputs in (None, "weight", "edge", "parameters"):
-        layer = _layer(delay_wgrad_compute=True)
+        layer = layer_of(delay_wgrad_compute=True)
         asks = {"weight": [layer.weight], "edge": [get_gradient_edge(layer.weight)], "parameters": layer.parameters()}
         given = None if inputs is None else list(asks[inputs])
         with dt.autocast(recipe=CURRENT):
@@ -393,7 +385,7 @@ def test_weights_that_are_held_quantized(kind):
 
 
 def test_transforms_refuse_what_waits():
-    layer = _layer(delay_wgrad_compute=True)
+    layer = layer_of(delay_wgrad_compute=True)
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(layer, {"weight": weight}, normal("x", (32, D))).sum()
@@ -434,7 +426,7 @@ def test_a_dry_run_leaves_no_trace(kind, options, marked):
 
 def test_a_compiled_dry_run_leaves_no_trace():
     torch._dynamo.reset()
-    layer = _layer(fuse_wgrad_accumulation=True)
+    layer = layer_of(fuse_wgrad_accumulation=True)
     compiled, x = torch.compile(layer, backend="aot_eager", fullgraph=True), normal("x", (32, D))
     with dt.autocast(recipe=CURRENT), dt.dry_run():
         compiled(x.requires_grad_()).sum().backward()
@@ -442,60 +434,3 @@ def test_a_compiled_dry_run_leaves_no_trace():
     with dt.autocast(recipe=CURRENT):
         compiled(x).sum().backward()
     assert layer.weight.main_grad.any()
-
-
-# --- pipelines ---
-
-
-class Part(nn.Module):
-    """A stage's module, whose inference runs on numbers that training does not know."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.calls = layer, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        x = torch.full_like(x, 1e30) if self.calls == 1 else x
-        with dt.autocast(recipe=DelayedScaling()):
-            return self.layer(x)
-
-
-def _piped(schedule: str, scale: bool | None = None, **options: Any) -> list[Any]:
-    """Two stages of one rank, after one step of four microbatches."""
-    pipelining = pytest.importorskip("torch.distributed.pipelining")
-    layers = [_layer(**options) for _ in range(2)]
-    stages = [pipelining.PipelineStage(Part(layer), i, 2, torch.device("cpu")) for i, layer in enumerate(layers)]
-    given = {} if scale is None else {"scale_grads": scale}
-    made = getattr(pipelining, schedule)(stages, 4, loss_fn=nn.functional.mse_loss, **given)
-    made.step(normal("x", (64, D)), target=normal("t", (64, D)))
-    assert all(stage.submod.calls == 5 for stage in stages)
-    return layers
-
-
-@STAGES_OF_ONE_RANK
-def test_main_grad_in_pipelines(one_rank):
-    """With scale_grads=False it is the sum over microbatches; nothing of the inference is in it."""
-    fused = _piped("ScheduleInterleaved1F1B", False, fuse_wgrad_accumulation=True)
-    for layer, usual in zip(fused, _piped("ScheduleInterleaved1F1B", False), strict=True):
-        assert layer.weight.grad is None
-        torch.testing.assert_close(layer.weight.main_grad, usual.weight.grad, rtol=1e-5, atol=1e-6)
-    with pytest.raises(UnsupportedError, match=r"scale_grads=True: .* by 4, .*main_grad of layer \(Linear\)"):
-        _piped("ScheduleInterleaved1F1B", fuse_wgrad_accumulation=True)
-
-
-@STAGES_OF_ONE_RANK
-@pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
-def test_what_waits_is_refused_in_pipelines(one_rank, schedule):
-    with pytest.raises(UnsupportedError, match=r"pipelining: layer \(Linear\) would compute .* zero-bubble schedule"):
-        _piped(schedule, delay_wgrad_compute=True)
-
-
-def test_a_pipeline_without_backward_runs_what_waits(one_rank):
-    pipelining = pytest.importorskip("torch.distributed.pipelining")
-    layer = _layer(delay_wgrad_compute=True)
-    schedule = pipelining.ScheduleGPipe(pipelining.PipelineStage(layer, 0, 1, torch.device("cpu")), 2)
-    with torch.no_grad(), dt.autocast(recipe=CURRENT):
-        y = schedule.step(normal("x", (64, D)))
-        want = torch.cat([layer(x) for x in normal("x", (64, D)).chunk(2)])
-    same(y, want)

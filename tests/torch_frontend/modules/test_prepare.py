@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import diptych.torch as dt
@@ -255,13 +254,6 @@ def test_starting_anew_is_not_late():
     copied = copy.deepcopy(prepared)
     assert _keys(copied) == _keys(prepared) == keys
     _run(prepared, SHORT)
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_wrapped_models(one_rank):

@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import diptych.torch as dt
@@ -243,13 +242,6 @@ def test_dry_run_decorates_and_nests():
         @dt.dry_run()
         def gen():
             yield
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("method", ("_shape_inference", "_forward_metadata_inference"))
