@@ -66,6 +66,6 @@ def one_rank():
     """A process group of this process alone."""
     from torch import distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     yield
     dist.destroy_process_group()
