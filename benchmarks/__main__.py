@@ -24,7 +24,7 @@ from benchmarks.cases import RANKS, SECTIONS, Section, cases_of, chosen
 from benchmarks.sources import ROOT, code, digest
 
 QUICK = 0.6  # of a section's time
-PYTHON = {"torch_frontend": "torch", "jax_frontend": "jax", "common": "common", "core_cuda": "core"}
+PYTHON = {"torch_frontend": "torch", "jax_frontend": "jax", "lab": "lab", "common": "common", "core_cuda": "core"}
 
 
 def measure(section: Section, quick: bool, peers: dict[str, Any]) -> list[results.Row]:
@@ -56,7 +56,8 @@ def foreign() -> list[str]:
     """Returns the checkout's Python files whose code is not that of the installed package, which is what would run."""
     found = []
     for folder, name in PYTHON.items():
-        package = Path(importlib.import_module(f"diptych.{name}").__file__ or "").parent
+        module = f"diptych.{name}" if name != "lab" else "diptych.lab.job"  # the lab has no __init__.py
+        package = Path(importlib.import_module(module).__file__ or "").parent
         own = ROOT / folder / "diptych" / name
         for path in sorted(own.rglob("*.py")):
             there = package / path.relative_to(own)

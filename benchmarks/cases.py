@@ -63,9 +63,9 @@ JAX = (
     *(f"common/diptych/common/{name}.py" for name in ("formats", "quantizers", "recipes", "value")),
 )
 CAPTURES = (
-    "torch_frontend/diptych/torch/lab/*.py",
-    *(f"common/diptych/lab/{name}.py" for name in ("capture", "files", "frontend", "job")),
-    "common/diptych/lab/traces/*.py",
+    "lab/diptych/lab/torch/*.py",
+    *(f"lab/diptych/lab/{name}.py" for name in ("capture", "files", "frontend", "job")),
+    "lab/diptych/lab/traces/*.py",
 )
 
 SECTIONS = {
@@ -108,14 +108,14 @@ SECTIONS = {
         Section(
             "lab",
             "cpu",
-            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "common/diptych/lab/diff/*.py"),
+            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "lab/diptych/lab/diff/*.py"),
             ("hash", "statistics"),
             600,
         ),
         Section(
             "noise",
             "cpu",
-            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "common/diptych/lab/data.py"),
+            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "lab/diptych/lab/data.py"),
             ("hash", "statistics"),
             900,
             default=False,

@@ -52,8 +52,8 @@ GRACE = 20.0  # seconds that a process has after the deadline, in which it may b
 INCOMPLETE = 3
 VERDICTS = {True: "within", False: "**outside**", None: "undecided: needs more seeds"}
 
-LAB = tuple(f"common/diptych/lab/{name}.py" for name in ("data", "job", "train"))
-MODELS = tuple(f"{f}_frontend/diptych/{f}/lab/{name}.py" for f in FRAMEWORKS for name in ("adapter", "gpt"))
+LAB = tuple(f"lab/diptych/lab/{name}.py" for name in ("data", "job", "train"))
+MODELS = tuple(f"lab/diptych/lab/{f}/{name}.py" for f in FRAMEWORKS for name in ("adapter", "gpt"))
 CODE = Section("quality", "", ("core_cuda/**/*", *TORCH, *JAX, *LAB, *MODELS))  # decides what is computed
 
 Line = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
-FOLDERS = ("core_cuda", "common", "torch_frontend", "jax_frontend", "tests", "benchmarks", "examples", "docs")
+FOLDERS = ("core_cuda", "common", "torch_frontend", "jax_frontend", "lab", "tests", "benchmarks", "examples", "docs")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 ENTRY = re.compile(r"^## (\d+)\. (.*)$", re.M)

@@ -90,8 +90,8 @@ def captured(case: Case, device: str = "cpu") -> Iterator[Row]:
 
     from diptych.common import RECIPES
     from diptych.lab.job import Job, ModelConfig, initial_weights
+    from diptych.lab.torch.adapter import TorchTrainer
     from diptych.torch import lab
-    from diptych.torch.lab.adapter import TorchTrainer
 
     width, layers, batch, seq = case.shape
     job = Job(

@@ -20,9 +20,9 @@ BEFORE = 50  # steps of training before the one that is captured
 def rows(case: Case, _: Any) -> Iterator[Row]:
     from diptych.lab.data import load
     from diptych.lab.job import initial_weights
+    from diptych.lab.torch.adapter import TorchTrainer
     from diptych.lab.traces import Trace
     from diptych.torch import lab
-    from diptych.torch.lab.adapter import TorchTrainer
 
     width, layers, batch, seq = case.shape
     setting = Setting(width=width, layers=layers, batch=batch, seq=seq, device="cpu", compile=False)

@@ -6,16 +6,19 @@ import ast
 import functools
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 MAX_LINES = 500
 
 PACKAGES = {
     "common": "common/diptych/common",
-    "lab": "common/diptych/lab",
+    "lab": "lab/diptych/lab",
     "core": "core_cuda/diptych/core",
     "torch": "torch_frontend/diptych/torch",
     "jax": "jax_frontend/diptych/jax",
+    "lab.torch": "lab/diptych/lab/torch",
+    "lab.jax": "lab/diptych/lab/jax",
 }
 ARROWS = {
     "common": set(),
@@ -23,11 +26,14 @@ ARROWS = {
     "lab": {"common", "core"},
     "torch": {"common", "core"},
     "jax": {"common", "core"},
+    "lab.torch": {"common", "core", "lab", "torch"},
+    "lab.jax": {"common", "core", "lab", "jax"},
 }
-# A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
+LAB_FACE = "lab.py"  # a panel's only file that imports from the lab: it re-exports what the lab has for the framework
+# A panel's rooms: a file imports from its own room and from those before it.
 ROOMS = {
-    "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed", "lab"),
-    "jax": ("primitives", "tensors", "graph", "functional", "state", "layers", "sharding", "modules", "lab"),
+    "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed"),
+    "jax": ("primitives", "tensors", "graph", "functional", "state", "layers", "sharding", "modules"),
 }
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
@@ -35,7 +41,9 @@ THIRD_PARTY = {
     "core": {"numpy", "ml_dtypes"},
     "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm"},
     "torch": {"torch", "numpy", "ml_dtypes"},
-    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax", "flax", "equinox"},
+    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "flax", "equinox"},
+    "lab.torch": {"torch", "numpy", "ml_dtypes"},
+    "lab.jax": {"jax", "numpy", "optax"},
 }
 # The same for common's rooms, which also import from its single files.
 COMMON_ROOMS = {
@@ -66,9 +74,16 @@ UNPAIRED = {
         "layers/general.py": "products over any axes, as flax's layers have them; torch's layers contract the last",
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
+    "lab.torch": {},
+    "lab.jax": {},
 }
-# Folders of each panel's tests: the rooms of its sources, with their base names. Tests of a whole panel are above them.
-TESTS = {"torch": "tests/torch_frontend", "jax": "tests/jax_frontend"}
+# Folders of tests: the rooms of their sources, with their base names. Tests of a whole panel are above its rooms.
+TESTS = {
+    "torch": "tests/torch_frontend",
+    "jax": "tests/jax_frontend",
+    "lab.torch": "tests/lab/in_torch",
+    "lab.jax": "tests/lab/in_jax",
+}
 WHOLE_PANEL = {
     "torch": {
         "test_compiled_matrix": "every module under every mode of torch.compile",
@@ -100,7 +115,7 @@ BACKEND_USERS = {"registry.cpp", "dispatch.cpp"}
 FORMAT_TABLES = {"core_cuda/include/diptych/format.h", "common/diptych/common/formats.py"}
 RECIPE_NAMES = "common/diptych/common/recipes.py"
 SOURCE = (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cc")
-CODE_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend", "tests", "benchmarks", "examples")
+CODE_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend", "lab", "tests", "benchmarks", "examples")
 
 
 def sources(root: Path, *suffixes: str) -> list[Path]:
@@ -123,8 +138,8 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 names.add("relative import")
-            elif node.module == "diptych":
-                names.update(f"diptych.{alias.name}" for alias in node.names)
+            elif node.module in ("diptych", "diptych.lab"):
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 names.add(node.module or "")
     return names
@@ -134,19 +149,24 @@ def python_arrows(root: Path) -> list[str]:
     """Returns imports between packages that are not allowed."""
     broken = []
     for package, folder in PACKAGES.items():
-        for path in sorted((root / folder).rglob("*.py")):
-            file = path.relative_to(root / folder)
-            for name in _imports(path):
+        for file in sorted(package_files(root, package)):
+            for name in _imports(root / folder / file):
                 parts = name.split(".")
                 where = f"{folder}/{file} imports {name}"
                 if parts[0] == "diptych":
-                    target = parts[1] if len(parts) > 1 else ""
-                    adapter = target == "lab" and package in ROOMS and file.parts[0] == "lab"
-                    if target != package and target not in ARROWS[package] and not adapter:
+                    target = _package(parts[1:])
+                    face = package in ROOMS and file == LAB_FACE and target == f"lab.{package}"
+                    if target != package and target not in ARROWS[package] and not face:
                         broken.append(where)
                 elif parts[0] not in sys.stdlib_module_names and parts[0] not in THIRD_PARTY[package]:
                     broken.append(where)
     return broken
+
+
+def _package(parts: Sequence[str]) -> str:
+    """Returns the package that a name below `diptych` belongs to: "lab.torch" for lab/torch/taps."""
+    inner = ".".join(parts[:2])
+    return inner if inner in PACKAGES else parts[0] if parts else ""
 
 
 def namespace(root: Path) -> list[str]:
@@ -218,16 +238,18 @@ def remembered_nowhere(root: Path) -> list[str]:
     return broken
 
 
-def panel_files(root: Path, panel: str) -> set[str]:
-    folder = root / PACKAGES[panel]
-    return {p.relative_to(folder).as_posix() for p in folder.rglob("*.py")}
+def package_files(root: Path, package: str) -> set[str]:
+    """Returns a package's files, without those of packages inside of it."""
+    folder = root / PACKAGES[package]
+    files = {p.relative_to(folder) for p in folder.rglob("*.py")}
+    return {f.as_posix() for f in files if _package((*package.split("."), *f.parts)) == package}
 
 
 def mirrored(root: Path) -> list[str]:
-    """Returns files that only one panel has and that are not listed as exceptions."""
-    files = {panel: panel_files(root, panel) for panel in ROOMS}
+    """Returns files that only one framework's package has and that are not listed as exceptions."""
+    files = {package: package_files(root, package) for package in UNPAIRED}
     broken = []
-    for one, other in (("torch", "jax"), ("jax", "torch")):
+    for one, other in (("torch", "jax"), ("jax", "torch"), ("lab.torch", "lab.jax"), ("lab.jax", "lab.torch")):
         alone = {f for f in files[one] - files[other] if f.split("/")[0] not in UNPAIRED_ROOMS}
         alone -= {f for f in alone if f"modules/{f}" in files[one]}  # the public face of a framework's modules
         broken += [f"{PACKAGES[one]}/{f} has no twin in {PACKAGES[other]}" for f in sorted(alone - set(UNPAIRED[one]))]
@@ -236,24 +258,24 @@ def mirrored(root: Path) -> list[str]:
 
 
 def tests_mirrored(root: Path) -> list[str]:
-    """Returns tests of a panel that are in no room, or whose name does not begin with that of a file of the room."""
+    """Returns tests that are in no room of a panel, or whose name does not begin with that of a file of the room."""
     broken = []
     for panel, folder in TESTS.items():
-        sources = panel_files(root, panel)
+        sources = package_files(root, panel)
         for path in sorted((root / folder).rglob("test_*.py")):
             *room, _ = path.relative_to(root / folder).parts
-            if not room:
+            if not room and panel in ROOMS:
                 if path.stem not in WHOLE_PANEL[panel]:
                     broken.append(f"{folder}/{path.name} is in no room")
             elif not any(f"{path.stem}_".startswith(f"test_{name}_") for name in _names_in(sources, "/".join(room))):
                 broken.append(f"{path.relative_to(root)} has the name of no file of that room")
-        gone = [name for name in WHOLE_PANEL[panel] if not (root / folder / f"{name}.py").exists()]
+        gone = [name for name in WHOLE_PANEL.get(panel, ()) if not (root / folder / f"{name}.py").exists()]
         broken += [f"{folder}/{name}.py is listed and does not exist" for name in gone]
     return broken
 
 
 def _names_in(files: set[str], room: str) -> set[str]:
-    return {Path(f).stem for f in files if f.startswith(f"{room}/") and Path(f).stem != "__init__"}
+    return {Path(f).stem for f in files if f.startswith(f"{room}/" if room else "") and Path(f).stem != "__init__"}
 
 
 def _file_imports(root: Path) -> dict[str, set[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-FOLDERS = {"common": "common", "core": "core_cuda", "torch": "torch_frontend", "jax": "jax_frontend"}
+FOLDERS = {"common": "common", "core": "core_cuda", "torch": "torch_frontend", "jax": "jax_frontend", "lab": "lab"}
 # The core's files for each op, from the binding to the kernel table and the CPU kernel.
 QUANTIZE = [
     "core_cuda/bindings/quantize.cpp",

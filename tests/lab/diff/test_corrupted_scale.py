@@ -27,8 +27,8 @@ def torch_run(folder, at):
     import torch
 
     import diptych.torch as dt
+    from diptych.lab.torch.adapter import _spoil
     from diptych.torch import lab
-    from diptych.torch.lab.adapter import _spoil
 
     fault = SimpleNamespace(on=False)
     recipes = {name: recipe(fault, _spoil) if name == FAULTY else Float8CurrentScaling() for name in LAYERS}
@@ -63,7 +63,7 @@ def jax_run(folder, at):
 
     import diptych.jax as dj
     from diptych.jax import lab
-    from diptych.jax.lab.adapter import _spoil
+    from diptych.lab.jax.adapter import _spoil
 
     fault = SimpleNamespace(on=False)
     recipes = {name: recipe(fault, _spoil) if name == FAULTY else Float8CurrentScaling() for name in LAYERS}

@@ -22,13 +22,13 @@ from diptych.common import (
     MXFP8Quantizer,
 )
 from diptych.jax import lab as jax_lab
-from diptych.jax.lab import own_ops as jax_ops
 from diptych.lab.frontend import require
+from diptych.lab.jax import own_ops as jax_ops
 from diptych.lab.replay import table
 from diptych.lab.replay.op import ReplayError
+from diptych.lab.torch import own_ops as torch_ops
 from diptych.lab.traces import Trace
 from diptych.torch import lab as torch_lab
-from diptych.torch.lab import own_ops as torch_ops
 
 PAIR = ("torch", "jax")
 

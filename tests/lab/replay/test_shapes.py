@@ -39,7 +39,7 @@ MADE = [
 
 @pytest.mark.parametrize(("kind", "inputs", "shape", "options"), MADE)
 def test_shapes(kind, inputs, shape, options):
-    from diptych.torch.lab.adapter import frontend
+    from diptych.lab.torch.adapter import frontend
 
     made = op(kind, inputs, of(*shape), **options)
     require_shape(made)

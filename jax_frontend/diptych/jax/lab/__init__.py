@@ -1,5 +1,0 @@
-"""The lab for JAX: `capture` records what a function computes; also the demo model's adapter."""
-
-from diptych.jax.lab.capture import Capture, capture
-
-__all__ = ["Capture", "capture"]

@@ -1,0 +1,382 @@
+"""Nodes of compiled graphs that call the recorder, and how a node of diptych's ops knows its module.
+
+Two ops get what a module computes: `lab_forward` an output, `lab_backward` its gradient (`taps.py`). diptych's own ops
+are recorded where they run, by an observer, as in eager code; what is missing there is the module. While a module's
+code is traced, its `Caller` is on the stack of function modes. It replaces each of diptych's ops by a variant with one
+more operand, which the op `lab_call` makes of the module's key. Invariants:
+
+- A module's key is an operand, so that modules with common code have a common graph. `lab_call` declares that it writes
+  to the key: no compiler drops, merges or reorders the calls of a module. The variant itself is as pure as the op.
+- Forward and backward have a key each, since no graph may write to a tensor in both. What is traced below a graph that
+  is complete is a backward.
+- In code that is not being traced a `Caller` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch.overrides import TorchFunctionMode
+
+from diptych.common.errors import UnsupportedError
+from diptych.lab.torch.own_ops import UNRECORDED
+from diptych.torch.graph.program import Programs
+from diptych.torch.primitives import constants
+from diptych.torch.primitives.constants import Constants
+from diptych.torch.tensors.quantized import TAKES_COTANGENTS
+
+_LIBRARY = torch.library.Library("diptych", "FRAGMENT")
+
+
+class Recorder(Protocol):
+    """What gets the tensors."""
+
+    def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
+        """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
+        ...
+
+    def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
+        """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
+
+    def call(self, key: int, backward: bool) -> int:
+        """A module calls one of diptych's ops in compiled code. Returns the call's ticket, -1 if it is no call of its
+        own."""
+        ...
+
+
+ACTIVE: dict[int, Any] = {}
+"""The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
+
+
+# --- whether a backward pass runs ------------------------------------------------------------------------------------
+
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+
+def backward_pass() -> int:
+    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    return backward_pass() != -1
+
+
+def recomputes() -> bool:
+    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
+    exception."""
+    return in_backward() and bool(_saved_tensors_hooks(True))
+
+
+# --- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, key: Tensor, place: str) -> Tensor:
+    number = int(key)
+    recorder = ACTIVE.get(number)
+    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)], device="cpu")
+
+
+def _backward(gradient: Tensor, key: Tensor, ticket: Tensor) -> None:
+    number = int(key)
+    if (recorder := ACTIVE.get(number)) is not None:
+        recorder.backward(number, gradient, int(ticket))
+
+
+def _call(key: Tensor, backward: bool) -> Tensor:
+    number = int(key)
+    recorder = ACTIVE.get(number)
+    return torch.tensor([number, -1 if recorder is None else recorder.call(number, backward)], device="cpu")
+
+
+def _define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # a CUDA graph would not call the functions again
+    tags = (torch.Tag.pt2_compliant_tag,) if unsafe is None else (torch.Tag.pt2_compliant_tag, unsafe)
+    _LIBRARY.define(f"{name}{signature}", tags=tags)
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.diptych, name).default
+
+
+def _ticket(x: Tensor, key: Tensor, place: str) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+forward_op = _define("lab_forward", "(Tensor x, Tensor(a!) key, str place) -> Tensor", _forward, _ticket)
+backward_op = _define(
+    "lab_backward", "(Tensor gradient, Tensor(a!) key, Tensor ticket) -> ()", _backward, lambda *_: None
+)
+_call_op = _define(
+    "lab_call",
+    "(Tensor(a!) key, bool backward) -> Tensor",
+    _call,
+    lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"),
+)
+
+
+# --- variants of diptych's ops ---------------------------------------------------------------------------------------
+
+
+class Running(NamedTuple):
+    """The node of a graph that runs diptych's ops now."""
+
+    recorder: Any
+    key: int
+    ticket: int
+
+
+_running = threading.local()
+
+
+def running() -> Running | None:
+    """Returns the node that runs in this thread, None outside of nodes that know their module."""
+    return getattr(_running, "node", None)
+
+
+def in_compiled_code() -> bool:
+    """Whether a graph of torch.compile calls the function that asks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith("<eval_with_key>") or os.path.join("_functorch", "_aot_autograd") in file:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_own(op: Any) -> bool:
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace == "diptych":
+        return not name.startswith("lab_") and name not in UNRECORDED
+    names = [a.name for a in op._schema.arguments]  # a `CustomOp` of the user's own
+    return bool(names) and names[0] in ("tensors", "kept", "written") and names[-1] == "constants"
+
+
+@functools.cache
+def _variant(op: Any) -> str:
+    """Returns the name of the variant of an op that knows its module, "" if it is none of diptych's."""
+    if not _is_own(op):
+        return ""
+    signature = str(op._schema)
+    inputs, arrow, results = signature[signature.index("(") :].rpartition(") -> ")
+    # Schemas show any opaque type as PyObject, and take it by the name of any.
+    inputs = inputs.replace("PyObject", constants.schema_type(Constants))
+    star = "" if any(a.kwarg_only for a in op._schema.arguments) else ", *"
+
+    def real(*args: Any, lab_call: Tensor, **kwargs: Any) -> Any:
+        key, ticket = lab_call.tolist()
+        before = running()
+        _running.node = Running(ACTIVE.get(key), key, ticket)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            _running.node = before
+
+    def fake(*args: Any, lab_call: Tensor, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    name = "lab_" + "_".join([op._schema.name.replace("::", "_"), *filter(None, [op._schema.overload_name])])
+    made = _define(name, f"{inputs}{star}, Tensor lab_call{arrow}{results}", real, fake)
+    if op in TAKES_COTANGENTS:
+        TAKES_COTANGENTS.add(made)
+    return name
+
+
+# --- what is traced --------------------------------------------------------------------------------------------------
+
+
+def _tracer() -> Any:
+    return InstructionTranslator.current_tx().output.current_tracer
+
+
+@torch._dynamo.assume_constant_result
+def _known(op: Any) -> str:
+    return _variant(op)
+
+
+@torch._dynamo.assume_constant_result
+def in_part() -> bool:
+    """Whether a graph within the graph is traced, such as a checkpoint's."""
+    return _tracer().parent is not None
+
+
+@torch._dynamo.assume_constant_result
+def _traces_backward() -> bool:
+    tracer = _tracer()
+    while tracer.parent is not None:
+        tracer = tracer.parent
+        if any(node.op == "output" for node in tracer.graph.nodes):
+            return True
+    return False
+
+
+_HOLDERS = {"TensorVariable", "UserDefinedObjectVariable", "LocalGeneratorObjectVariable"}
+"""Dynamo's classes for values that are tensors or may have some, by name: not every version of torch has all."""
+
+
+def may_hold_tensors(value: Any) -> bool:
+    """Whether tensors may be in an object, as Dynamo describes it while it traces."""
+    inside: list[Any] = []
+    VariableTracker.visit(inside.append, value)
+    inside += [item.vt for v in inside for item in getattr(v, "set_items", ())]
+    plain = [isinstance(getattr(v, "value", None), enum.Enum) for v in inside]
+    kinds = [{kind.__name__ for kind in type(v).__mro__} for v in inside]
+    return any([_HOLDERS & kind and not known for kind, known in zip(kinds, plain, strict=True)])
+
+
+class Caller(TorchFunctionMode):
+    """A module while its code is traced. `key`, `backward_key`: its keys. Copies and pickles of it are None."""
+
+    def __init__(self, key: Tensor, backward_key: Tensor) -> None:
+        super().__init__()
+        self.key, self.backward_key = key, backward_key
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Compilers trace the next line for each function of torch.
+        name = _known(func) if isinstance(func, torch._ops.OpOverload) and torch.compiler.is_dynamo_compiling() else ""
+        if not name:
+            return func(*args, **kwargs)
+        backward = _traces_backward()
+        call = _call_op(self.backward_key if backward else self.key, backward)
+        return getattr(torch.ops.diptych, name).default(*args, **kwargs, lab_call=call)
+
+
+# Where a graph breaks, functions of the model run as eager code with a caller on the stack. If Dynamo then compiled
+# this method as a function of its own, its guards would take one getter of tensors, such as `shape`, for another.
+torch._dynamo.eval_frame.skip_code(Caller.__torch_function__.__code__)
+
+
+def _push(context: Any) -> None:
+    tracker = context.get_local("caller")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    translator.symbolic_torch_function_state.push_torch_function_mode(tracker)
+
+
+def _pop(context: Any) -> None:
+    context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_torch_function_state.pop_torch_function_mode()
+
+
+def enter(caller: Caller) -> None:
+    """Begins a module in traced code. The stack of modes changes as the code does; in a part of a graph it changes for
+    the trace alone, since no effect may leave that part."""
+    if in_part():
+        comptime(_push)
+    else:
+        torch._C._push_on_torch_function_stack(caller)  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    """Ends it."""
+    if in_part():
+        comptime(_pop)
+    else:
+        torch._C._pop_torch_function_stack()  # type: ignore[attr-defined]
+
+
+def forget() -> None:
+    """Takes callers from the stack of modes, where exceptions left them."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    if any(isinstance(mode, Caller) for mode in modes):
+        for _ in modes:
+            torch.overrides._pop_mode()
+        for mode in modes:
+            if not isinstance(mode, Caller):
+                torch.overrides._push_mode(mode)
+
+
+# --- while steps are recorded ----------------------------------------------------------------------------------------
+
+
+def shared(make: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[], Any]:
+    """Returns a context that is entered with the first of its users and left with the last one: captures at once begin
+    and end their steps in any order."""
+    users, left = 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def used() -> Iterator[None]:
+        nonlocal users
+        if not users:
+            left.enter_context(make())
+        users += 1
+        try:
+            yield
+        finally:
+            users -= 1
+            if not users:
+                left.close()
+
+    return used
+
+
+@contextlib.contextmanager
+def effective(compiled: bool) -> Iterator[None]:
+    """Makes calls of compiled code run code that is compiled with the modules' present hooks.
+
+    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for. Where they
+    are, the state stays, since it would have an effect.
+
+    **Raises** NotImplementedError where deterministic algorithms are asked for and code with taps is `compiled`.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        if compiled:
+            raise UnsupportedError(
+                "capture: steps of compiled models cannot be recorded under torch.use_deterministic_algorithms(True); "
+                "switch it off, or capture the eager model"
+            )
+        yield
+        return
+    with _guarded():
+        yield
+
+
+@shared
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    _warn_only(not warns)
+    try:
+        # Code of a module without taps that is compiled meanwhile must not run for one with taps.
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            yield
+    finally:
+        _warn_only(warns)
+
+
+def _warn_only(warns: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
+
+_run_program = Programs.run
+
+
+def _run_ops(self: Programs, key: Any, held: Any, inputs: Any, alone: Any, call: Any, *args: Any) -> Any:
+    return call(*args), None
+
+
+@shared
+@contextlib.contextmanager
+def without_programs() -> Iterator[None]:
+    """Makes nodes run their ops one by one, where observers see them: a program that earlier steps recorded would run
+    in their place."""
+    Programs.run = _run_ops  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Programs.run = _run_program  # type: ignore[method-assign]

@@ -1,0 +1,390 @@
+"""Taps: a module's outputs and their gradients become visible by forward hooks, in eager and in compiled code alike.
+
+In compiled code the hook is traced: an identity with a gradient of its own surrounds two ops, which are nodes of the
+graph and call the recorder (`compiled.py`). In eager code the hook calls the recorder itself, and the identity is an
+alias. Invariants:
+
+- A module holds its keys, tensors, as attributes.
+- `lab_forward` returns a ticket, which names the call; `lab_backward` gets the ticket of the call that its gradient
+  belongs to.
+- Guards of compiled code do not see hooks. `compiled.effective` therefore changes a global state that they do see and
+  that has no effect of its own, so that code with taps and code without are compiled apart, and both are kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
+from torch.utils import _pytree as pytree
+
+from diptych.lab.torch import compiled
+from diptych.lab.torch.compiled import ACTIVE, Caller
+from diptych.lab.torch.structures import mapped, may_hold_tensors
+from diptych.torch.primitives.register import traced_local
+
+KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", "backward_key", "caller", "wanted")]
+
+
+class Recorder(compiled.Recorder, Protocol):
+    """What gets the tensors, and what else hooks see."""
+
+    def enter(self, key: int) -> None:
+        """A module begins in eager code."""
+
+    def leave(self, key: int) -> None:
+        """It ended."""
+
+    def skip(self, key: int, kind: str, place: str, eager: bool) -> None:
+        """Part of an output is an object of this class, which may hold tensors and is not known. In compiled code this
+        is said as the code is traced."""
+
+    def wants(self, key: int) -> bool:
+        """Whether a module's outputs are recorded."""
+        ...
+
+    def owns(self, key: int, module: nn.Module) -> bool:
+        """Whether the key is that module's own; a copy of a module has the key of the original."""
+        ...
+
+
+class _Makers:
+    """Which module ran when autograd made a node."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []  # numbers of nodes, ascending
+        self._paths: list[str | None] = []
+
+    def now(self, path: str | None) -> None:
+        """Says which module runs from now on, None: none."""
+        self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._paths.append(path)
+
+    def of_current_node(self) -> str | None:
+        """Returns the module that made the node that runs in a backward pass now."""
+        node: Any = torch._C._current_autograd_node()
+        at = 0 if node is None else bisect.bisect_right(self._first, node._sequence_nr())
+        return self._paths[at - 1] if at else None
+
+
+class Modules:
+    """Which module runs in eager code, by path."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._makers = _Makers(), _Makers()  # of forward passes, and of what backward passes compute again
+        self._again: set[int] = set()  # tickets of outputs that were computed again
+        self._last: tuple[int, bool] | None = None  # of the last gradient: the pass, and whether it is one of `_again`
+
+    def enter(self, path: str) -> None:
+        if compiled.recomputes():
+            return
+        if not compiled.in_backward():
+            self._last = None
+            if not path:
+                self._stack.clear()  # an exception may have left modules of an earlier pass
+        self._stack.append(path)
+        self._makers[compiled.in_backward()].now(path)
+
+    def leave(self, path: str) -> None:
+        if path in self._stack and not compiled.recomputes():
+            while self._stack.pop() != path:  # modules that were left by an exception
+                pass
+            self._makers[compiled.in_backward()].now(self._stack[-1] if self._stack else None)
+
+    def output(self, ticket: int) -> None:
+        """An output of eager code has this ticket."""
+        if compiled.in_backward():
+            self._again.add(ticket)
+
+    def gradient(self, ticket: int) -> None:
+        """The gradient of the output with this ticket comes."""
+        self._last = compiled.backward_pass(), ticket in self._again
+
+    def calls(self) -> str | None:
+        """Returns the module that calls an op, in a backward pass the one that called its forward. None for ops of no
+        module, and for those that are repeated to recompute activations."""
+        if not compiled.in_backward():
+            return self._stack[-1] if self._stack else None
+        if self._stack or compiled.recomputes():
+            return None
+        again = self._last is not None and self._last == (compiled.backward_pass(), True)
+        return self._makers[again].of_current_node()
+
+    def between(self) -> bool:
+        """Whether no module runs, and no gradient has come since one did."""
+        return not self._stack and self._last is None
+
+
+# --- tensors ---
+
+
+def held(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns those of the parameters `before` that the model still has, by their names. `now`: those that it has.
+
+    DTensors count as held: `fully_shard` puts other tensors in their place while a module runs, then them back.
+    """
+    return {n: p for n, p in before.items() if now.get(n) is p or hasattr(p, "to_local")}
+
+
+def added(model: nn.Module, before: set[nn.Module]) -> list[str]:
+    """Returns the names of those modules of a model that are none of `before` and can be called, without those inside
+    of others. Modules that compile another one, and diptych's states, which a step makes, cannot."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        runs = type(module).forward is not nn.Module.forward and not hasattr(module, "_orig_mod")
+        if runs and module not in before and not any([name.startswith(f"{outer}.") for outer in found]):
+            found.append(name)
+    return found
+
+
+def local(x: Tensor) -> Tensor:
+    """Returns what this rank holds of a DTensor, other tensors as they are."""
+    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
+
+
+def hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Adds a hook that gets a parameter's sum of gradients, before those that are there: one may be an optimizer, which
+    changes the parameter and removes its gradient. Returns the hook's handle."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    others = {number: hooks.pop(number) for number in list(hooks) if number != handle.id}
+    hooks.update(others)  # autograd knows the order in which they were added, and not that of `move_to_end`
+    return handle
+
+
+class _Identity(torch.autograd.Function):
+    """Only traced. The copy is none in the compiled code; in the graph it lets the caller write to the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, backward_key: Tensor, place: str) -> Tensor:
+        ctx.save_for_backward(compiled.forward_op(local(x), key, place))
+        ctx.key = backward_key  # not saved, since autograd would refuse it after the backward of a later call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        compiled.backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
+        return gradient, None, None, None
+
+
+class _Alias(torch.autograd.Function):
+    """Only eager. The result has the same memory and version, and is no view to autograd: it can be modified."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recorder: Recorder, key: int, ticket: int) -> Tensor:
+        ctx.call = recorder, key, ticket
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        recorder, key, ticket = ctx.call
+        recorder.backward(key, gradient, ticket)
+        return gradient, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent)  # an alias has an alias as its tangent
+
+
+# --- hooks ---
+
+
+def _skip_while_tracing(context: Any) -> None:
+    """Runs where a compiler comes to `_skip`."""
+    recorder, key = _recorder(traced_local(context, "module"))
+    value = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    if recorder is not None and compiled.may_hold_tensors(value):
+        recorder.skip(key, value.python_type_name(), traced_local(context, "place"), False)
+
+
+def _skip(module: nn.Module, value: Any, place: str) -> None:
+    comptime(_skip_while_tracing)
+
+
+def _traced(module: nn.Module, output: Any, key: Tensor, backward_key: Tensor) -> Any:
+    def tap(x: Tensor, place: str) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Identity.apply(x, key, backward_key, place)
+        compiled.forward_op(local(x), key, place)
+        return x
+
+    return mapped(output, tap, lambda value, place: _skip(module, value, place))
+
+
+def _recorder(module: nn.Module) -> tuple[Recorder | None, int]:
+    """Returns the recorder of a module and its key. Copies of a module have its hooks and no recorder."""
+    key = int(getattr(module, KEY))
+    recorder = ACTIVE.get(key)
+    return (recorder if recorder is not None and recorder.owns(key, module) else None), key
+
+
+def _shared(x: Tensor, given: list[Any]) -> bool:
+    """Whether x is one of the given tensors, or has its memory as far as autograd knows."""
+    base = x if x._base is None else x._base
+    return any(isinstance(a, Tensor) and (a is base or a._base is base) for a in given)
+
+
+def _hook_if_written(x: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Lets a hook have x's gradient if x is written in place before it comes. Autograd then forgets the nodes of x's
+    views, and what comes at the node of x itself is the gradient of all of its uses."""
+    base = x if x._base is None else x._base
+    node = base.grad_fn
+    if node is None or type(base) is not Tensor or base.layout is not torch.strided or x.dtype != base.dtype:
+        return
+    counter, number = base.detach(), base.output_nr
+    counter.data = base.new_empty(0)  # it has the version of x, and none of its memory
+    version, sizes = counter._version, (base.shape, base.stride())
+    part = x.shape, x.stride(), x.storage_offset() - base.storage_offset()
+
+    def come(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if counter._version != version and gradient is not None:
+            hook(gradient.new_empty_strided(*sizes).copy_(gradient).as_strided(*part))
+
+    node.register_prehook(come)
+
+
+@torch.compiler.disable
+def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    recorder, key = _recorder(module)
+    if recorder is None:
+        return None
+    given = pytree.tree_leaves((args, kwargs))
+    replaced = False
+
+    def tap(x: Tensor, place: str) -> Tensor:
+        nonlocal replaced
+        ticket = recorder.forward(key, x, place, True)
+        # Functions of autograd take no nested tensors, unless these are jagged.
+        if x.requires_grad and torch.is_grad_enabled() and not (x.is_nested and x.layout is torch.strided):
+            replaced = True
+            if _shared(x, given):  # autograd must see what the caller writes to it
+                hook = functools.partial(recorder.backward, key, ticket=ticket)
+                _hook_if_written(x, hook)
+                x = x.view_as(x)
+                x.register_hook(hook)
+            else:
+                x = _Alias.apply(x, recorder, key, ticket)
+            x.grad_fn.metadata[KEY] = ticket  # type: ignore[union-attr, index]
+        return x
+
+    def skip(value: Any, place: str) -> None:
+        if may_hold_tensors(value):
+            recorder.skip(key, type(value).__name__, place, True)
+
+    output = mapped(output, tap, skip)
+    recorder.leave(key)
+    return output if replaced else None
+
+
+def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] | None:
+    """Returns the tickets in `known` and the leaves from which autograd computes a tensor, the first ones on each way;
+    None if autograd does not know, because x requires no gradient or is computed by compiled code."""
+    tickets: dict[int, None] = {}
+    leaves: dict[int, Tensor] = {}
+    if x.grad_fn is None:
+        return ([], [x]) if x.requires_grad else None
+    left: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (ticket := node.metadata.get(KEY)) in known:
+            tickets[ticket] = None
+        elif hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        elif node.name().startswith("CompiledFunction"):
+            return None
+        else:
+            left += [following for following, _ in node.next_functions]
+    return list(tickets), list(leaves.values())
+
+
+@torch.compiler.disable
+def _enter(module: nn.Module) -> None:
+    recorder, key = _recorder(module)
+    if recorder is not None:
+        recorder.enter(key)
+
+
+def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        if getattr(module, CALLER) is not None:
+            compiled.enter(getattr(module, CALLER))
+    elif not torch.compiler.is_compiling():
+        _enter(module)
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
+    if torch.compiler.is_dynamo_compiling() and getattr(module, CALLER) is not None:
+        compiled.leave()
+    if not getattr(module, WANTED):
+        return None
+    return _traced(module, output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
+
+
+def _may_call(module: nn.Module) -> bool:
+    """Whether a module's own code may call diptych's ops. Each `Caller` costs time when functions in it are traced."""
+    file = type(module).__module__
+    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # it calls a user's function
+    return not of_torch or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Callable[[], None]:
+    """Gives modules their taps, by key. Returns the function that takes all of them away again.
+
+    **Arguments:** `ops`: whether diptych's ops in compiled code learn their module.
+    """
+    handles = []
+
+    def detach() -> None:
+        compiled.forget()
+        for handle in handles:
+            handle.remove()
+        for key, module in modules.items():
+            ACTIVE.pop(key, None)
+            for name in (KEY, BACKWARD_KEY, CALLER, WANTED):
+                module.__dict__.pop(name, None)
+
+    try:
+        for key, module in modules.items():
+            for name in (KEY, BACKWARD_KEY):
+                with torch.inference_mode(False):  # compiled code writes to it
+                    module.__dict__[name] = torch.tensor([key], device="cpu")
+            keys = module.__dict__[KEY], module.__dict__[BACKWARD_KEY]
+            module.__dict__[CALLER] = Caller(*keys) if ops and _may_call(module) else None
+            module.__dict__[WANTED] = recorder.wants(key)
+            _remove_hooks(module)
+            ACTIVE[key] = recorder
+            handles.append(module.register_forward_pre_hook(_before))
+            handles.append(module.register_forward_hook(_after, with_kwargs=True))
+    except BaseException:
+        detach()
+        raise
+    return detach
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Removes the taps that a copy of a module has of a capture in which it was made."""
+    for hooks, own in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
+        for number in [number for number, hook in hooks.items() if hook is own]:
+            del hooks[number]
+            module._forward_hooks_with_kwargs.pop(number, None)
+
+
+def renew_key(module: nn.Module) -> None:
+    """Gives a module another tensor with its key. A graph with a checkpoint saves the key for its backward, which
+    autograd refuses once a later forward has written to it."""
+    key = module.__dict__[KEY] = module.__dict__[KEY].data
+    if module.__dict__[CALLER] is not None:
+        module.__dict__[CALLER].key = key

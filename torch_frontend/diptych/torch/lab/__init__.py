@@ -1,5 +1,0 @@
-"""The lab for torch: capture of any model; and its adapter: the demo model and its training step."""
-
-from diptych.torch.lab.capture import Capture, capture
-
-__all__ = ["Capture", "capture"]
