@@ -33,7 +33,7 @@ LAB_FACE = "lab.py"  # a panel's only file that imports from the lab: it re-expo
 # A panel's rooms: a file imports from its own room and from those before it.
 ROOMS = {
     "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed"),
-    "jax": ("primitives", "tensors", "graph", "functional", "state", "layers", "sharding", "modules"),
+    "jax": ("primitives", "tensors", "jaxprs", "functional", "state", "layers", "sharding", "modules"),
 }
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
@@ -52,7 +52,8 @@ COMMON_ROOMS = {
 }
 # Rooms and files that only one framework has, with the reason.
 UNPAIRED_ROOMS = {
-    "graph": "torch.compile traces layers and verbs as nodes; JAX has jaxprs, which are evaluated with observations",
+    "graph": "torch.compile traces layers and verbs as nodes; JAX traces them into jaxprs by itself",
+    "jaxprs": "JAX's traced functions are evaluated again, equation by equation; torch's captures hook eager calls",
     "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
     "sharding": "XLA partitions JAX's primitives by rules; torch's layers call collectives themselves",
     "modules": "torch's modules hold parameters and buffers; JAX's are those of flax and equinox, by framework",
@@ -75,7 +76,13 @@ UNPAIRED = {
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
     "lab.torch": {},
-    "lab.jax": {},
+    "lab.jax": {
+        "observe.py": "evaluates a traced function with observations; torch's captures observe calls as they happen",
+        "tap_primitives.py": "taps as primitives, which grad and vmap transform; torch's are ops and hooks",
+        "forward.py": "finds the forward pass in differentiated code; torch's runs before backward does",
+        "walk.py": "follows equations backward; torch's functions are recognized as they are called",
+        "picks.py": "recognizes cross entropy by its equations; torch has it as one function",
+    },
 }
 # Folders of tests: the rooms of their sources, with their base names. Tests of a whole panel are above its rooms.
 TESTS = {

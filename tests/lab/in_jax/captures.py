@@ -10,10 +10,10 @@ import numpy as np
 from flax import linen
 
 from diptych.jax import lab
-from diptych.jax.graph.flat import flat
-from diptych.jax.graph.forward import INLINE, forward_code
+from diptych.jax.jaxprs.flat import INLINE, flat
 from diptych.lab.jax import functions
 from diptych.lab.jax.adapter import frontend
+from diptych.lab.jax.forward import forward_code
 from diptych.lab.replay import table
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.traces import DTYPES, Meta, Observation, Trace, statistics_of

@@ -10,9 +10,9 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common.ops.norm import NormOptions
-from diptych.jax.graph import ops
 from diptych.jax.primitives import activation, grouped, norm, permute, quantize
 from diptych.jax.primitives.ffi import Source, target
+from diptych.lab.jax import own_ops as ops
 
 X, GAMMA, ONE = jnp.ones((32, 32), jnp.bfloat16), jnp.ones(32), jnp.ones(1)
 MAP, ROWS = jnp.zeros((32, 1), jnp.int32), jnp.zeros(32, jnp.int32)

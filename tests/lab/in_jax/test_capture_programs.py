@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.jax import lab
-from diptych.jax.graph.interpret import Where
+from diptych.lab.jax.observe import Where
 from in_jax.captures import recorded
 
 pytestmark = pytest.mark.sampled

@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.jax.graph.arguments import Call
+from diptych.jax.jaxprs.arguments import Call
 from diptych.lab import capture as common
 from diptych.lab.jax import plain_bits
 from diptych.lab.jax.compiled import Program

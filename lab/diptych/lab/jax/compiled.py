@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diptych.jax.graph.arguments import Results
-from diptych.jax.graph.flat import unspecified
-from diptych.jax.graph.interpret import Interpreter
-from diptych.jax.graph.placed import whole
-from diptych.jax.graph.sites import Body
+from diptych.jax.jaxprs.arguments import Results
+from diptych.jax.jaxprs.bodies import Body
+from diptych.jax.jaxprs.flat import unspecified
+from diptych.jax.jaxprs.placed import whole
 from diptych.lab import capture as common
-from diptych.lab.jax import functions
+from diptych.lab.jax.observe import Observer
 from diptych.lab.jax.sites import unfolded
 from diptych.lab.jax.statistics import decoded, observed
 from diptych.lab.jax.taps import is_site
@@ -113,9 +112,9 @@ class Program:
         args = [arrays[i] if i is not None else value for i, value in self._picked]
         is_wanted = functools.partial(is_site, self._options.sites)
         observe, which = functools.partial(self._observed, variant), self._options.ops
-        own, of_jax = common.operation if which != "none" else None, functions if which == "all" else None
-        interpreter = Interpreter(is_wanted, observe, self._products and which != "none", own, of_jax)
-        outs, extras, variant.body = interpreter.program(self._closed, args)
+        own = common.operation if which != "none" else None
+        observer = Observer(is_wanted, observe, self._products and which != "none", own, which == "all")
+        outs, extras, variant.body = observer.program(self._closed, args)
         variant.values = [p + 1 for leaf, p in variant.body.positions() if variant.kept(leaf.number) != "none"]
         variant.places = {i: x.shape for i, x in enumerate(extras) if i not in set(variant.values)}
         packed = [whole(extras[i]).reshape(-1).astype(jnp.uint32) for i in variant.places]

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.arguments import Call, copied_nodes, is_node
-from diptych.jax.graph.interpret import Interpreter
-from diptych.jax.graph.sites import Body, Compound
+from diptych.jax.jaxprs.arguments import Call, copied_nodes, is_node
+from diptych.jax.jaxprs.bodies import Body, Compound
 from diptych.jax.primitives.quantize import dtype_of
 from diptych.lab import capture as rules
 from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, within
-from diptych.lab.jax import functions
 from diptych.lab.jax.capture import capture
 from diptych.lab.jax.compiled import unwrapped
+from diptych.lab.jax.observe import Observer
 from diptych.lab.jax.sites import unfolded
 from diptych.lab.jax.structures import described
 from diptych.lab.jax.taps import Tracing, is_site
@@ -144,9 +143,9 @@ class _Program:
             return jnp.where(where[at], values[at], x)
 
         args = [arrays[i] if i is not None else value for i, value in self._picked]
-        of_jax = None if self._ops is None else functions
-        interpreter = Interpreter(self._is_site, lambda x, *_: [x], False, rules.operation, of_jax, replace)
-        _, extras, self._body = interpreter.program(self._closed, args)
+        of_jax = self._ops is not None
+        observer = Observer(self._is_site, lambda x, *_: [x], False, rules.operation, of_jax, replace)
+        _, extras, self._body = observer.program(self._closed, args)
         return extras
 
     def _is_site(self, name: str, dtype: str) -> bool:

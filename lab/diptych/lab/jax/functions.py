@@ -17,15 +17,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diptych.jax.graph.interpret import Function
-from diptych.jax.graph.picks import cross_entropy
-from diptych.jax.graph.walk import Reduced, Walk, exact, is_float, literal
+from diptych.jax.jaxprs.flat import literal
+from diptych.lab.jax.picks import cross_entropy
+from diptych.lab.jax.walk import Reduced, Walk, exact, is_float
 from diptych.lab.replay import table
 from diptych.lab.traces import is_recorded
 from diptych.lab.traces.schema import Operation
 
 Found = tuple[str, dict[str, Any], dict[str, Any]]
 """A row, its operands by name, and its options."""
+
+
+class Function(NamedTuple):
+    """An operation of JAX's own that ends in one equation of a jaxpr, and may begin in earlier ones.
+
+    `name`: of its row in the lab's table. `operation`: what a trace has of it. `operands`: the jaxpr's variables, by
+    the row's names of operands.
+    """
+
+    name: str
+    operation: Operation
+    operands: dict[str, Any]
 
 
 def possible(eqn: Any) -> bool:
@@ -37,7 +49,8 @@ def possible(eqn: Any) -> bool:
 def recognized(jaxpr: Any, equations: frozenset[int], outer: Mapping[Any, Any]) -> dict[int, Function]:
     """Returns the operations that equations at these positions compute, by the position of their last one.
 
-    An equation that is part of an operation is no operation itself. `outer`: see `Functions`.
+    An equation that is part of an operation is no operation itself. `outer`: the equations around this jaxpr, by the
+    variables that they compute; also of its arguments.
     """
     makers: dict[Any, tuple[int | None, Any]] = {v: (None, eqn) for v, eqn in outer.items()}
     makers |= {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}

@@ -1,6 +1,6 @@
 """diptych's operations in the lab's table: what a recorded call computed, and its computation on given operands.
 
-The names and options of a call are those of `diptych.jax.graph.ops`.
+The names of operands and results are those that PyTorch's ops have.
 """
 
 from __future__ import annotations
@@ -10,15 +10,159 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from diptych.common.formats import format_by_name
 from diptych.common.gemm_options import GemmOptions
-from diptych.jax.graph import ops
+from diptych.jax.primitives import checks
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.ffi import Batch, Source
 from diptych.jax.primitives.register import PRIMITIVES
 from diptych.lab.replay.op import Op, Operands, ReplayError, require_results
 
 Array = jax.Array
+
+
+# --- calls as a trace has them ---
+
+_OPERANDS: dict[str, tuple[str, ...]] = {
+    "norm": ("x", "gamma", "beta"),
+    "activation": ("x",),
+    "activation_grad": ("dy", "x"),
+    "bias_grad": ("dy",),
+    "grouped_bias_grad": ("dy", "offsets"),
+    "dequantize": ("data", "scale_inv", "amax"),
+    "hash": ("x",),
+    "statistics": ("x", "result", "largest"),
+    "permute_map": ("routing",),
+    "chunk_map": ("split_sizes", "sorted_index"),
+    "invert_map": ("row_id_map",),
+    "permute_columns": ("x", "row_source"),
+    "unpermute_grad": ("dy", "row_id_map", "row_source", "probs", "x"),
+}
+"""In order; the last ones may be absent."""
+_RESULTS: dict[str, tuple[str, ...]] = {
+    "gemm": ("d",),
+    "grouped_gemm": ("d",),
+    "scale_update": ("history", "scale"),
+    "invert_map": ("out[1]", "out[0]"),  # PyTorch's op has the other order
+}
+
+
+def names(op: str, params: dict[str, Any], operands: int, results: int) -> tuple[list[str], list[str]]:
+    """Returns the names of an op's operands and results, in order. Results without names are "out", or "out[0]",
+    "out[1]", ... if there are several. `operands`, `results`: how many there are."""
+    if op in ("quantize", "quantize_stack"):
+        buffers = params["quantizer"].buffer_names()
+        amaxes = [n for n in buffers if n.endswith("amax")]
+        state = {quantize_ops.GIVEN: amaxes, quantize_ops.ACCUMULATE: ["pending"]}.get(params["mode"], [])
+        state += [*["scale"] * params["has_scale"], *["rng"] * params["has_rng"]]
+        outs = [n for n in buffers if params["mode"] != quantize_ops.GIVEN or n not in amaxes]
+        return ["x", *state, *_of_source(params.get("source"))], outs + ["column_sum"] * (results - len(outs))
+    ins, outs = _operands(op, params, operands), list(_RESULTS.get(op, ()))
+    if op == "norm" and params["which"] == "layernorm":  # PyTorch's op returns rsigma first
+        outs = ["out[1]", "out[0]", "out[2]"][:results]
+    elif not outs:
+        outs = ["out"] if results == 1 else [f"out[{i}]" for i in range(results)]
+    return ins, outs[:results]
+
+
+def _operands(op: str, params: dict[str, Any], count: int) -> list[str]:
+    has = lambda name, part: [name] * bool(params[part])  # noqa: E731
+    if op == "amax":
+        return ["x", *_of_source(params.get("source"))]
+    if op in ("gemm", "grouped_gemm"):
+        copies = [f"{s}_{p}" for s in "ab" for p in _OPERANDS["dequantize"][: checks.copy_length(params[s][0])]]
+        return [*copies, *["offsets"] * (op == "grouped_gemm"), *has("bias", "has_bias"), *has("acc", "has_c")]
+    if op == "norm_grad":
+        return ["dy", "x", "gamma", *_statistics(params["which"])]
+    if op == "permute":
+        planes = [f"planes[{i}]" for i in range(len(params["fills"]))]
+        return ["row_id_map", "row_source", *planes, *has("probs", "has_probs")]
+    if op == "unpermute":
+        return ["x", "row_id_map", *has("probs", "has_probs"), *has("permuted_dprobs", "has_permuted_dprobs")]
+    if op == "scale_update":
+        return ["history", "scale", *has("reduced", "has_reduced"), *has("amax", "has_amax")]
+    return list(_OPERANDS[op][:count])
+
+
+def _statistics(which: str) -> list[str]:
+    return ["mu", "rsigma"] if which == "layernorm" else ["rsigma"]
+
+
+def _of_source(source: Source | None) -> list[str]:
+    if source is None or source.kind == "activation":
+        return []
+    if source.kind == "norm":
+        return ["gamma", *["beta"] * source.has_beta, *_statistics(source.which)]
+    return ["dy"] if source.kind == "activation_grad" else ["row_id_map", "row_source"]
+
+
+def stored_dtype(params: dict[str, Any], name: str) -> str | None:
+    """Returns the format's dtype of a payload or of scales, which calls may pass as uint8 arrays of their bytes; None
+    for other operands and results. `name`: the operand's or result's."""
+    part = {"data": "data", "inv": "scale"}.get(name.rsplit("_", 1)[-1])
+    if part is None:
+        return None
+    if "quantizer" in params:
+        return getattr(params["quantizer"].format, part)
+    return getattr(format_by_name(params["format"] if "format" in params else params[name[0]][0]), part)
+
+
+def copies(op: str, params: dict[str, Any], results: dict[str, Any]) -> dict[str, checks.Copy]:
+    """Returns the copies that a call of quantize made, by the names of their payloads. None of a source, whose values
+    were never stored, of several examples, as under vmap, and none that was transformed before."""
+    if op != "quantize" or params["source"] is not None or params["batch"].rank:
+        return {}
+    quantizer, found = params["quantizer"], {}
+    form, amaxes = quantizer.format, {"rowwise": "amax", "columnwise": "columnwise_amax"}
+    for side, amax in amaxes.items():
+        present = f"{side}_data" in results and (not form.two_level or amax in results)
+        if present and not (side == "columnwise" and getattr(quantizer, "with_rht", False)):
+            parts = results[f"{side}_data"], results[f"{side}_scale_inv"], results[amax] if form.two_level else None
+            found[f"{side}_data"] = checks.Copy(*parts, form.name, side == "columnwise")
+    return found
+
+
+_PRODUCT = ("a", "b", "alpha", "out_dtype", *GemmOptions._fields)
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "quantize": ("quantizer", "source", "column_sum"),
+    "quantize_stack": ("quantizer",),
+    "amax": ("flags", "columnwise", "source"),
+    "dequantize": ("format", "columnwise", "dtype"),
+    "scale_update": ("fp8_max", "margin", "most_recent"),
+    "gemm": (*_PRODUCT, "beta"),
+    "grouped_gemm": (*_PRODUCT, "align", "rotated"),
+    "bias_grad": ("dtype",),
+    "grouped_bias_grad": ("dtype",),
+    "norm": ("which", "eps", "zero_centered_gamma"),
+    "norm_grad": ("which", "zero_centered_gamma", "has_beta"),
+    "activation": ("which", "gated"),
+    "activation_grad": ("which", "gated", "dtype"),
+    "permute_map": ("kind", "experts", "rows", "align"),
+    "chunk_map": ("tokens",),
+    "invert_map": ("rows",),
+    "permute": ("fills", "zero_prob_is_padding"),
+    "permute_columns": ("slots",),
+    "unpermute": (),
+    "unpermute_grad": (),
+}
+
+
+def options(op: str, params: dict[str, Any], results: Sequence[Any]) -> dict[str, Any] | None:
+    """Returns the options of the row `op` of the lab's table of operations. None for an op without a row, and for one
+    call on several examples, as under vmap. `results`: arrays."""
+    if op not in _OPTIONS or params["batch"].rank:
+        return None
+    of = {k: int(v) if isinstance(v, np.integer) else v for k, v in params.items()}
+    of |= {k: float.fromhex(params[k]) for k in ("alpha", "beta", "fp8_max") if k in params}
+    of |= params["options"]._asdict() if "options" in params else {}
+    of |= {"dtype": results[0].dtype.name} if op == "activation_grad" else {}
+    of |= {"has_beta": params.get("has_dbeta"), "source": tuple(params.get("source") or ()) or None}
+    return {name: of[name] for name in _OPTIONS[op]}
+
+
+# --- calls that are computed again ---
 
 
 class Call(NamedTuple):
@@ -32,9 +176,9 @@ class Call(NamedTuple):
 
 def described(op: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Call:
     """Describes a call. `op`: the primitive's name without its prefix. `ins`, `outs`: its operands and results."""
-    operands, results = ops.names(op, params, len(ins), len(outs))
+    operands, results = names(op, params, len(ins), len(outs))
     named = dict(zip(operands, ins, strict=True)), dict(zip(results, outs, strict=True))
-    return Call(op, ops.options(op, params, outs), *named)
+    return Call(op, options(op, params, outs), *named)
 
 
 def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
@@ -45,9 +189,9 @@ def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
     """
     x = Operands(_widened(op, x))
     params = _params(op.kind, op.options, x)
-    names, _ = ops.names(op.kind, params, len(x), 0)
-    outs = PRIMITIVES[op.kind].bind(*[x[n] for n in names], batch=Batch.none(len(names)), **params)
-    _, results = ops.names(op.kind, params, len(x), len(outs))
+    operands, _ = names(op.kind, params, len(x), 0)
+    outs = PRIMITIVES[op.kind].bind(*[x[n] for n in operands], batch=Batch.none(len(operands)), **params)
+    _, results = names(op.kind, params, len(x), len(outs))
     given = {n: x[n] for n in ("amax", "columnwise_amax") if n in x} if params.get("mode") == quantize_ops.GIVEN else {}
     return require_results(op, dict(zip(results, outs, strict=True)) | given)
 

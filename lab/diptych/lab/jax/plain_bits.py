@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.jax.functional.hash import hash
-from diptych.jax.graph.arguments import copied_nodes, is_node, nodes_state
+from diptych.jax.jaxprs.arguments import copied_nodes, is_node, nodes_state
 from diptych.lab.traces import is_recorded
 
 _DONATED = object()

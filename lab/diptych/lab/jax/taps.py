@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.taps import NUMBERS, ROW, SCOPE, called, tap
 from diptych.lab.bisect.forward import ModuleCall, Slot
 from diptych.lab.capture import named, printable, wanted
 from diptych.lab.jax import functions
 from diptych.lab.jax.structures import described, placed
+from diptych.lab.jax.tap_primitives import NUMBERS, ROW, SCOPE, called, tap
 from diptych.lab.traces import is_recorded
 
 PATH = "_diptych_path"

@@ -1,7 +1,7 @@
 """The operations that can be computed again: names of operands, options and results, equal in both frameworks.
 
 Operands, options and results of diptych's own operations have the names that JAX's primitives give them
-(`diptych.jax.graph.ops`). What follows says what those of the frameworks compute.
+(`diptych.lab.jax.own_ops`). What follows says what those of the frameworks compute.
 
 | row | computes |
 |---|---|

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from diptych.jax.graph.walk import Walk, exact, literal
+from diptych.jax.jaxprs.flat import literal
+from diptych.lab.jax.walk import Walk, exact
 
 
 class Picked(NamedTuple):

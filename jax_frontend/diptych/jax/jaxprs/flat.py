@@ -1,4 +1,4 @@
-"""Reads the functions that a jaxpr calls as part of it: one list of equations."""
+"""Reads jaxprs: those that are parameters of equations, and functions that one calls as part of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
+"""The primitives that call a function without options of their own."""
+JIT = ("jit", "pjit")
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 
 
@@ -37,7 +40,7 @@ def flat(jaxpr: Any, consts: Sequence[Any], is_call: Callable[[Any], bool]) -> t
 
     def results(body: Any, names: dict[Any, Any], around: Any) -> list[Any]:
         """Adds the equations of a body. `names`: what its variables are in the whole. `around`: the scopes."""
-        of = lambda v: v if hasattr(v, "val") else names.get(v, v)  # noqa: E731
+        of = lambda v: v if literal(v) else names.get(v, v)  # noqa: E731
         for own in body.eqns:
             info = own.source_info
             eqn = own.replace(
@@ -74,3 +77,27 @@ def unspecified() -> dict[str, Any]:
     """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
     params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
     return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
+
+
+def literal(v: Any) -> bool:
+    """Whether an operand of an equation is a constant instead of a variable."""
+    return hasattr(v, "val")
+
+
+def jaxprs(params: Any) -> list[Any]:
+    """Returns the jaxprs among an equation's parameters, also in tuples."""
+    found = []
+    for value in params:
+        if isinstance(value, tuple | list):
+            found += jaxprs(value)
+        elif hasattr(value, "eqns"):
+            found.append(getattr(value, "jaxpr", value))
+    return found
+
+
+def scanned(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values among the operands of a scan."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
+    return len(consts), len(carry)

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from diptych.jax.jaxprs.flat import literal
+
 _SPREADS = ("pvary", "pcast")
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "copy", "convert_element_type", *_SPREADS)
 """Primitives that keep their operand's values, in other places, in another dtype or for more devices."""
-
-
-def literal(v: Any) -> bool:
-    return hasattr(v, "val")
 
 
 def is_float(dtype: Any) -> bool:

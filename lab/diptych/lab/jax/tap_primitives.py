@@ -1,6 +1,7 @@
-"""Taps: an identity that marks an array of a traced function for the capture, and its gradient for the backward pass.
+"""The primitives of taps. A tap marks an array of a traced function for the capture, and its gradient for the backward
+pass; it returns its operand.
 
-A tap compiles to nothing. `diptych.jax.graph.interpret` replaces taps by observations, after JAX has differentiated and
+A tap compiles to nothing. `diptych.lab.jax.observe` replaces taps by observations, after JAX has differentiated and
 batched the function that contains them.
 """
 

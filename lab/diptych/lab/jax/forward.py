@@ -6,12 +6,13 @@ that prepare it: factors of derivatives, which only the backward pass uses.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from diptych.jax.graph.taps import called_p, tap_p
+from diptych.jax.jaxprs.flat import INLINE, jaxprs, literal, scanned
+from diptych.lab.jax.tap_primitives import called_p, tap_p
 
-INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
 _OPEN = (*INLINE, "jit", "pjit", "scan", "cond", "while", "remat2", "checkpoint", "shard_map")
 """The primitives with jaxprs whose last arguments are the equation's last operands, and whose results are its own."""
 
@@ -41,39 +42,20 @@ def forward_code(jaxpr: Any, after: Sequence[bool], needed: Sequence[bool]) -> F
     of_arguments = list(after)[-len(jaxpr.invars) :] if after and jaxpr.invars else [False] * len(jaxpr.invars)
     of_results = list(needed) or [True] * len(jaxpr.outvars)
     late = _after(jaxpr, of_arguments)
-    wanted = {v for v, n in zip(jaxpr.outvars, of_results, strict=True) if n and _variable(v)} - late
+    wanted = {v for v, n in zip(jaxpr.outvars, of_results, strict=True) if n and not literal(v)} - late
     found = set()
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         outs = set(eqn.outvars)
         if "transpose" in transforms(eqn) or outs <= late or not (outs & wanted or _has_tap(eqn)):
             continue
         found.add(i)
-        wanted |= set(filter(_variable, eqn.invars)) - late
+        wanted |= set(itertools.filterfalse(literal, eqn.invars)) - late
     return Forward(frozenset(found), frozenset(late), frozenset(wanted))
 
 
 def transforms(eqn: Any) -> list[str]:
     """Returns the names of JAX's transformations that made an equation."""
     return [s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Transform"]
-
-
-def jaxprs(params: Any) -> list[Any]:
-    """Returns the jaxprs among an equation's parameters, also in tuples."""
-    found = []
-    for value in params:
-        if isinstance(value, tuple | list):
-            found += jaxprs(value)
-        elif hasattr(value, "eqns"):
-            found.append(getattr(value, "jaxpr", value))
-    return found
-
-
-def scanned(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried values among the operands of a scan."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
-    return len(consts), len(carry)
 
 
 def around(eqn: Any, jaxpr: Any, outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -83,11 +65,7 @@ def around(eqn: Any, jaxpr: Any, outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
         return {}
     makers = {**outer, **{v: e for e in jaxpr.eqns for v in e.outvars}}
     consts = zip(eqn.invars[: scanned(eqn.params)[0]], eqn.params["jaxpr"].jaxpr.invars, strict=False)
-    return makers | {inner: makers[v] for v, inner in consts if _variable(v) and v in makers}
-
-
-def _variable(v: Any) -> bool:
-    return not hasattr(v, "val")
+    return makers | {inner: makers[v] for v, inner in consts if not literal(v) and v in makers}
 
 
 def _operands_after(eqn: Any, late: Any) -> list[bool]:
@@ -97,7 +75,7 @@ def _operands_after(eqn: Any, late: Any) -> list[bool]:
     training steps.
     """
     anew = "jvp" in transforms(eqn)
-    return [_variable(v) and v in late and not anew for v in eqn.invars]
+    return [not literal(v) and v in late and not anew for v in eqn.invars]
 
 
 def _after(jaxpr: Any, after: Sequence[bool]) -> set[Any]:
@@ -112,7 +90,7 @@ def _after(jaxpr: Any, after: Sequence[bool]) -> set[Any]:
             for body in bodies:
                 inside = _after(body, operands[len(operands) - len(body.invars) :])
                 pairs = zip(eqn.outvars, body.outvars, strict=True)
-                found.update(out for out, v in pairs if _variable(v) and v in inside)
+                found.update(out for out, v in pairs if not literal(v) and v in inside)
         elif any(operands):
             found.update(eqn.outvars)
     return found

@@ -1,1 +1,0 @@
-"""A traced function as a graph: its arguments as flat arrays, taps in it, and its evaluation with observations."""
