@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
+from diptych.common.errors import UnsupportedError
 from diptych.jax.jaxprs.bodies import Across, Body, Compound, Leaf, Refs
 from diptych.jax.jaxprs.flat import INLINE, flat, jaxprs, literal, scanned, unspecified
 from diptych.jax.jaxprs.placed import blank, meets_over
@@ -106,7 +107,9 @@ class Interpreter:
         return itertools.repeat(place, len(jaxpr.eqns))
 
     def refuse(self, bodies: Sequence[Any], where: str) -> None:
-        """Raises an error if these jaxprs, which are evaluated as they are, contain what must be looked at."""
+        """Raises UnsupportedError: these jaxprs, which can only be evaluated as they are, contain own equations. A
+        subclass may let some of those pass. `where`: names the place in the message."""
+        raise UnsupportedError(f"{type(self).__name__}: its equations inside of {where} are not supported")
 
     def equation(self, eqn: Any, known: Known, place: Any, made: Made) -> tuple[list[Any], list[Refs]]:
         """Evaluates an equation. Returns its results and where they come from."""

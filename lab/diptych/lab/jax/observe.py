@@ -115,10 +115,13 @@ class Observer(Interpreter):
     def is_part(self, eqn: Any, where: Where) -> bool:
         """Operations of JAX's own cross the functions that are called. A call under `jax.jit` that says where its
         results are stays one."""
-        name, here = eqn.primitive.name, where.at(eqn)
+        if eqn.primitive.name not in (*JIT, *INLINE):
+            return False
+        here = where.at(eqn)
         open = self._of_jax and here.open
-        inline = name in INLINE or (name in JIT and bool(self._replace or (open and unplaced(eqn.params))))
-        return inline and (open or self.contains(eqn, here))
+        if eqn.primitive.name in JIT and not (self._replace or (open and unplaced(eqn.params))):
+            return False
+        return open or self.contains(eqn, here)
 
     def is_own(self, eqn: Any, where: Where) -> bool:
         name = eqn.primitive.name
@@ -131,6 +134,7 @@ class Observer(Interpreter):
         )
 
     def refuse(self, bodies: Sequence[Any], where: str) -> None:
+        """Lets products and names pass, which are then no sites."""
         if any(map(_marked, bodies)):
             raise UnsupportedError(f"capture: sites inside of {where} are not supported")
 
