@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import collections
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +21,15 @@ ARGUMENT_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend", "la
 ARGUMENT_FILES = 10
 # Bounds are lowered whenever the figure falls, until they reach the goal, and never raised.
 # For each walk: files on the path to the kernel (goals: 7 and 15), files of a third call, files of all three.
+# Functions that are not public and have more than ten parameters, by file, with the reason.
+OP = "torch passes each argument of an op's schema by itself"
+LONG_LISTS = {
+    "torch_frontend/diptych/torch/graph/flops.py": (1, OP),
+    "torch_frontend/diptych/torch/primitives/gemm.py": (4, OP),
+    "torch_frontend/diptych/torch/primitives/grouped.py": (4, OP),
+    "lab/diptych/lab/train.py": (1, "each is an option of `diptych train`, which callers give by name"),
+}
+BODY = 60  # lines of a function without its docstring
 WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (10, 21, 34)}
 
 
@@ -62,6 +73,44 @@ def argument_files(root: Path) -> list[str]:
     return [p for p in paths if p.startswith(ARGUMENT_FOLDERS) and not p.startswith(UNCOUNTED)]
 
 
+class Function(NamedTuple):
+    """A function of a package. `public`: whether users call it, itself or as the constructor of a class."""
+
+    file: str
+    name: str
+    parameters: int
+    body: int
+    public: bool
+
+
+def functions(root: Path) -> list[Function]:
+    """Returns the functions of all packages; their parameters without `self` and `cls`."""
+    faces = [p for folder in rules.PACKAGES.values() for p in (root / folder).glob("*.py")]
+    public = {alias.asname or alias.name for p in faces for node in _imports_from(p) for alias in node.names}
+    found = []
+    for path in sorted({p for folder in rules.PACKAGES.values() for p in (root / folder).rglob("*.py")}):
+        file = path.relative_to(root).as_posix()
+        for owner in ast.walk(ast.parse(path.read_text())):
+            for node in ast.iter_child_nodes(owner):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    method = isinstance(owner, ast.ClassDef)
+                    named = owner.name if method and node.name == "__init__" else node.name
+                    found.append(Function(file, node.name, *_lengths(node, method), named in public))
+    return found
+
+
+def _imports_from(path: Path) -> list[ast.ImportFrom]:
+    return [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+
+
+def _lengths(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> tuple[int, int]:
+    """Returns the number of parameters, and of the body's lines."""
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    first = node.body[1:] if ast.get_docstring(node) else node.body
+    body = node.end_lineno - first[0].lineno + 1 if first and node.end_lineno else 0
+    return len(given) - (method and bool(given) and given[0].arg in ("self", "cls")), body
+
+
 def figures(root: Path) -> list[Figure]:
     lengths = lines(root)
     return [
@@ -75,7 +124,23 @@ def figures(root: Path) -> list[Figure]:
         Figure("lines of the longest source", lengths[-1], rules.MAX_LINES),
         Figure("circles of imports", len(rules.import_circles(root)), 0),
         Figure(f"files outside of kernels that mention {ARGUMENT}", len(argument_files(root)), ARGUMENT_FILES),
+        *_of_functions(functions(root)),
         *(figure for name, walk in walks.in_a_fresh_process().items() for figure in _of_a_walk(name, walk)),
+    ]
+
+
+def _of_functions(found: list[Function]) -> list[Figure]:
+    long = collections.Counter(f.file for f in found if f.parameters > 10 and not f.public)
+    allowed = collections.Counter({file: count for file, (count, _) in LONG_LISTS.items()})
+    unlisted = ", ".join(sorted(long - allowed))
+    return [
+        Figure("functions, not public, with more than ten parameters", long.total(), 10),
+        Figure(
+            f"of these without a reason in LONG_LISTS{f' ({unlisted})' if unlisted else ''}",
+            (long - allowed).total(),
+            0,
+        ),
+        Figure(f"functions with a body of more than {BODY} lines", sum(f.body > BODY for f in found), 2),
     ]
 
 

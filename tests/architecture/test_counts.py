@@ -21,3 +21,21 @@ def test_a_figure_beyond_its_bound_is_seen(tmp_path):
     assert counts.argument_files(tmp_path) == ["torch_frontend/diptych/torch/layers/x.py"]
     assert counts.shared_basenames(tmp_path) == 0
     assert not counts.Figure("x", 3, 2).kept and not counts.Figure("x", 2, 3, least=True).kept
+
+
+def test_long_parameter_lists_and_bodies_are_seen(tmp_path):
+    room = tmp_path / "torch_frontend/diptych/torch"
+    room.mkdir(parents=True)
+    many = ", ".join(f"a{i}" for i in range(11))
+    (room / "__init__.py").write_text("from diptych.torch.x import Shown, shown\n")
+    (room / "x.py").write_text(
+        f"class Shown:\n    def __init__(self, {many}): ...\n    def run(self, {many}): ...\n\n\n"
+        f"def shown({many}): ...\ndef hidden({many}): ...\ndef few(a, b):\n    a\n" + "    b\n" * counts.BODY
+    )
+    assert {(f.name, f.parameters, f.body > counts.BODY, f.public) for f in counts.functions(tmp_path)} == {
+        ("__init__", 11, False, True), ("run", 11, False, False), ("shown", 11, False, True),
+        ("hidden", 11, False, False), ("few", 2, True, False),
+    }  # fmt: skip
+    long, unlisted, bodies = counts._of_functions(counts.functions(tmp_path))
+    assert (long.value, unlisted.value, bodies.value) == (2, 2, 1) and not unlisted.kept
+    assert "torch_frontend/diptych/torch/x.py" in unlisted.name

@@ -174,17 +174,21 @@ def quantize(
     format does not support, or an argument that the quantizer does not use.
     """
     rules.require_quantizer("quantize", quantizer)
+    state = _given_values(amax, columnwise_amax, scale, rng)
     if quantizer.custom:
-        state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
-        return quantizer.quantize_impl(
-            x, functools.partial(quantize, **{k: v for k, v in state.items() if v is not None})
-        )
+        return quantizer.quantize_impl(x, functools.partial(quantize, **state))
     x = _high_precision("quantize", "x", x)
     shapes.check(shapes.quantize_constraints(x.shape, quantizer))
     buffers = shapes.quantize_buffers(x.shape, quantizer)
-    return QuantizedArray(
-        quantizer, x.shape, **_quantized("quantize", x, quantizer, buffers, amax, columnwise_amax, scale, rng)
-    )
+    return QuantizedArray(quantizer, x.shape, **_quantized("quantize", x, quantizer, buffers, state))
+
+
+def _given_values(
+    amax: Array | None, columnwise_amax: Array | None, scale: Array | None, rng: Array | None
+) -> dict[str, Array]:
+    """Returns those arguments of `quantize` that are not None, by name."""
+    state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
+    return {name: held for name, held in state.items() if held is not None}
 
 
 def _quantized(
@@ -192,17 +196,13 @@ def _quantized(
     x: Array,
     quantizer: Quantizer,
     buffers: tuple[shapes.Buffer, ...],
-    amax: Array | None,
-    columnwise_amax: Array | None,
-    scale: Array | None,
-    rng: Array | None,
+    state: dict[str, Array],
     stack: bool = False,
     source: tuple[Any, ...] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> dict[str, Array]:
     """Quantizes a tensor, a stack, or a source of `shape`; returns the results by the names of `buffers`."""
-    state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
-    state = {name: _array(op, name, v) for name, v in state.items() if v is not None}
+    state = {name: _array(op, name, held) for name, held in state.items()}
     encoded = (shape or x.shape)[stack:]
     named = {name: Operand(name, v.dtype.name, v.shape[stack:]) for name, v in state.items()}
     shapes.check(rules.quantize(op, Operand("x", x.dtype.name, x.shape[stack:]), quantizer, **named, encoded=encoded))

@@ -18,6 +18,7 @@ from diptych.core._arrays import (
     _array,
     _copy_operands,
     _empty,
+    _given_values,
     _high_precision,
     _operand,
     _optional,
@@ -73,7 +74,7 @@ def quantize_stack(
     x = _high_precision(op, "x", x)
     shapes.check(shapes.quantize_constraints(grouped.stack_shape(x.shape), quantizer))
     buffers = grouped.stack_buffers(x.shape, quantizer)
-    made = _quantized(op, x, quantizer, buffers, amax, columnwise_amax, scale, rng, stack=True)
+    made = _quantized(op, x, quantizer, buffers, _given_values(amax, columnwise_amax, scale, rng), stack=True)
     return QuantizedStack(quantizer, x.shape, **made)
 
 

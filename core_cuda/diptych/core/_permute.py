@@ -18,6 +18,7 @@ from diptych.core._arrays import (
     Array,
     QuantizedArray,
     _empty,
+    _given_values,
     _high_precision,
     _Operand,
     _operand,
@@ -270,16 +271,16 @@ def permute_quantize(
 
     **Raises:** the errors of `quantize`, and ValueError if `x` does not have T rows.
     """
+    state = _given_values(amax, columnwise_amax, scale, rng)
     if quantizer.custom:
-        state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
-        return quantize(permute(x, row_map), quantizer, **{k: v for k, v in state.items() if v is not None})
+        return quantize(permute(x, row_map), quantizer, **state)
     op = "permute_quantize"
     x = _high_precision(op, "x", x)
     shape = (row_map.rows, shapes.rows_cols(x.shape)[1])
     shapes.check(shapes.quantize_constraints(shape, quantizer))
     source = (_PERMUTED, _int32(row_map.row_id_map), _int32(row_map.row_source))
     buffers = shapes.quantize_buffers(shape, quantizer)
-    made = _quantized(op, x, quantizer, buffers, amax, columnwise_amax, scale, rng, source=source, shape=shape)
+    made = _quantized(op, x, quantizer, buffers, state, source=source, shape=shape)
     return QuantizedArray(quantizer, shape, **made)
 
 

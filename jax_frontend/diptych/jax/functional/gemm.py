@@ -21,14 +21,14 @@ def _gemm(
     acc: Array | None,
     a: QuantizedArray,
     b: QuantizedArray,
-    trans_a: bool,
-    trans_b: bool,
+    transposed: tuple[bool, bool],
     bias: Array | None,
-    alpha: Any,
-    beta: Any,
+    factors: tuple[Any, Any],
     out_dtype: str | None,
     options: GemmOptions,
 ) -> Array:
+    """alpha * op(a) @ op(b) + bias + beta * acc. `factors`: alpha and beta."""
+    trans_a, trans_b = transposed
     a, b = require_quantized(op, "a", a), require_quantized(op, "b", b)
     a_side, b_side = shapes.gemm_copies(bool(trans_a), bool(trans_b))
     a_copy, b_copy = a.copy_of(a_side, f"{op}: a"), b.copy_of(b_side, f"{op}: b")
@@ -42,8 +42,8 @@ def _gemm(
         b_copy,
         None if bias is None else to_array(op, "bias", bias),
         None if acc is None else acc.reshape(size.m, size.n),
-        alpha=factor(op, "alpha", alpha),
-        beta=factor(op, "beta", beta),
+        alpha=factor(op, "alpha", factors[0]),
+        beta=factor(op, "beta", factors[1]),
         out_dtype=a.dtype if out_dtype is None else out_dtype,
         options=options,
     ).reshape(shape)
@@ -74,7 +74,7 @@ def gemm(
     """
     name = dtype_name("gemm", out_dtype, getattr(a, "dtype", "float32"))
     options = GemmOptions(bool(fast_accum))
-    return _gemm("gemm", None, a, b, trans_a, trans_b, bias, alpha, 0.0, name, options)
+    return _gemm("gemm", None, a, b, (trans_a, trans_b), bias, (alpha, 0.0), name, options)
 
 
 def gemm_into(
@@ -97,7 +97,7 @@ def gemm_into(
     """
     acc = to_array("gemm_into", "acc", acc)
     options = GemmOptions(bool(fast_accum))
-    return _gemm("gemm_into", acc, a, b, trans_a, trans_b, bias, alpha, beta, acc.dtype.name, options)
+    return _gemm("gemm_into", acc, a, b, (trans_a, trans_b), bias, (alpha, beta), acc.dtype.name, options)
 
 
 def bias_grad(dy: Array, dtype: Any = None) -> Array:

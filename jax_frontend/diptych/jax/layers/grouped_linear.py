@@ -51,7 +51,16 @@ from diptych.jax.layers.checks import STACK, check_rng, kernel_operand, refuse_c
 from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
-from diptych.jax.layers.products import DenseGradients, Needs, Products, cotangents, fprop, primals, recorded
+from diptych.jax.layers.products import (
+    DenseGradients,
+    LayerArrays,
+    Needs,
+    Products,
+    cotangents,
+    fprop,
+    primals,
+    recorded,
+)
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import same_axes, to_array
 from diptych.jax.primitives.grouped_matmul import grouped_matmul
@@ -144,7 +153,8 @@ def grouped_dense(
         operands = (x, bias, offsets, maps, *prepare(kernel, options, copies, main_grad))
         x, bias, offsets, maps, trained, copies, main_grad = same_axes(*operands)
         views = viewed(states, (x, trained, bias, main_grad))
-        out: Any = _grouped_dense(options, promise, x, trained, bias, offsets, maps, views, rng, copies, main_grad)
+        layer = LayerArrays(trained, bias, views, rng, copies, main_grad)
+        out: Any = _grouped_dense(options, promise, x, layer, offsets, maps)
         y, news = out
     news = returned(states, news)
     return (y, news) if return_state else y
@@ -152,8 +162,9 @@ def grouped_dense(
 
 def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
     """The layer in high precision."""
-    operands = same_axes(x, high_precision(kernel, x.dtype), bias, offsets)
-    out: Any = _grouped_dense(Options(HIGH_PRECISION), 1, *operands, None, {}, None, None, None)
+    x, kernel, bias, offsets = same_axes(x, high_precision(kernel, x.dtype), bias, offsets)
+    layer = LayerArrays(kernel, bias, {}, None, None)
+    out: Any = _grouped_dense(Options(HIGH_PRECISION), 1, x, layer, offsets, None)
     return out[0]
 
 
@@ -267,12 +278,11 @@ def _read_forward(s: Schedule) -> tuple[Call, ...]:
 
 
 def _grouped_forward(
-    options: Options, align: int, needs: Needs, x: Array, kernel: Array | None, bias: Array | None, offsets: Array,
-    maps: Maps | None, states: States, rng: Array | None, copies: Copies | None,
-) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
-    _require_supported(options, align, kernel is None, needs.dx, needs.dw)
+    options: Options, align: int, needs: Needs, x: Array, layer: LayerArrays, offsets: Array, maps: Maps | None
+) -> tuple[tuple[Array, States], _Saved]:
+    _require_supported(options, align, layer.kernel is None, needs.dx, needs.dw)
     rows = _rows(x, maps, _read_forward(options.schedule(needs.dx, needs.dw)))
-    made, saved = products.forward(options, needs, rows, kernel, bias, states, rng, copies, Groups(offsets, align))
+    made, saved = products.forward(options, needs, rows, layer, Groups(offsets, align))
     if maps is not None and isinstance(saved.x, (jax.Array, FusedInput)):
         saved = dataclasses.replace(saved, x=x)
     elif maps is not None:
@@ -293,25 +303,21 @@ def _grouped_backward(saved: _Saved, dy: Any, later: States | None = None) -> De
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped_dense(
-    options: Options, align: int, x: Array, kernel: Array | None, bias: Array | None, offsets: Array, maps: Maps | None,
-    states: States, rng: Array | None, copies: Copies | None, main_grad: Array | None,
-) -> tuple[Array, States]:  # fmt: skip
-    _require_supported(options, align, kernel is None, False, False)
+    options: Options, align: int, x: Array, layer: LayerArrays, offsets: Array, maps: Maps | None
+) -> tuple[Array, States]:
+    _require_supported(options, align, layer.kernel is None, False, False)
     rows, groups = _rows(x, maps, _read_forward(options.schedule(False, False))), Groups(offsets, align)
-    y, _, _, amaxes = fprop(options, False, False, rows, kernel, bias, states, rng, copies, groups)
-    return y, recorded(states, amaxes, options)
+    y, _, _, amaxes = fprop(options, False, False, rows, layer, groups)
+    return y, recorded(layer.states, amaxes, options)
 
 
-def _forward(options: Options, align: int, *args: Any) -> tuple[tuple[Array, States], _Saved]:
-    x, kernel, bias, _, _, states, _, copies, main_grad = args
-    needs = Needs.of(x, kernel, bias, states, copies, main_grad, options.op)
-    return _grouped_forward(options, align, needs, *primals(args[:8]))
+def _forward(options: Options, align: int, x: Any, layer: LayerArrays, *groups: Any) -> Any:
+    return _grouped_forward(options, align, Needs.of(x, layer, options.op), *primals((x, layer, *groups)))
 
 
 def _backward(options: Options, align: int, saved: _Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
     made = _grouped_backward(saved, *grads)
-    kernel, bias, states, rng, copies, main_grad = cotangents(saved.layer, made)
-    return made.x, kernel, bias, None, None, states, rng, copies, main_grad
+    return made.x, cotangents(saved.layer, made), None, None
 
 
 defvjp(_grouped_dense, _forward, _backward)

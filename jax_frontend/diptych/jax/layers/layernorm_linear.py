@@ -31,7 +31,7 @@ from diptych.jax.layers.calibrate import calibrated, plain
 from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
-from diptych.jax.layers.products import DenseGradients, Needs, cotangents, primals
+from diptych.jax.layers.products import DenseGradients, LayerArrays, Needs, cotangents, primals
 from diptych.jax.primitives import norm as norm_ops
 from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
@@ -109,10 +109,11 @@ def layernorm_dense(
         z = z if return_layernorm_output else None
     else:
         array, copies, main_grad = prepare(kernel, options, copies, main_grad)
-        *args, main_grad, copies = same_axes(x, gamma, beta, array, bias, main_grad, copies)
-        views = viewed(states, (*args, main_grad))
+        args = same_axes(x, gamma, beta, array, bias, main_grad, copies)
+        x, gamma, beta, array, bias, main_grad, copies = args
+        layer = LayerArrays(array, bias, viewed(states, args[:-1]), rng, copies, main_grad)
         normed = NormedOptions(norm, options, return_layernorm_output)
-        out: Any = _layernorm_dense(normed, *args, views, rng, copies, main_grad)
+        out: Any = _layernorm_dense(normed, x, gamma, beta, layer)
         (y, news), z = out
     news = returned(states, news)
     return _results(y, z, news if return_state else None)
@@ -189,15 +190,15 @@ def norm_operand(
 
 
 def normed_forward(
-    options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, *rest: Any
+    options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, layer: LayerArrays
 ) -> tuple[tuple[tuple[Array, States], Array | None], Saved]:
-    """Returns ((y, new states), z if requested), and the residuals. `rest`: arguments of `products.forward`."""
+    """Returns ((y, new states), z if requested), and the residuals."""
     again = options.linear.save_original_input
     kept = reads_input(options.linear, needs) and not again
     operand, stats, z = norm_operand(options, x, gamma, beta, options.with_z or kept)
     if again:
         operand = with_amax(operand, options.linear)
-    out, of_linear = products.forward(options.linear, needs, operand, *rest)
+    out, of_linear = products.forward(options.linear, needs, operand, layer)
     if kept:
         of_linear = dataclasses.replace(of_linear, x=z)
     of_linear, again, amax = remade(of_linear)
@@ -227,24 +228,19 @@ def normed_backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layernorm_dense(
-    options: NormedOptions, x: Any, gamma: Any, beta: Any, kernel: Any, bias: Any, states: Any, rng: Any,
-    copies: Any, main_grad: Any,
-) -> Any:  # fmt: skip
+def _layernorm_dense(options: NormedOptions, x: Any, gamma: Any, beta: Any, layer: LayerArrays) -> Any:
     operand, _, z = norm_operand(options, x, gamma, beta, options.with_z)
-    y, _, _, amaxes = products.fprop(options.linear, False, False, operand, kernel, bias, states, rng, copies)
-    return (y, products.recorded(states, amaxes, options.linear)), z
+    y, _, _, amaxes = products.fprop(options.linear, False, False, operand, layer)
+    return (y, products.recorded(layer.states, amaxes, options.linear)), z
 
 
 def _forward(options: NormedOptions, *args: Any) -> Any:
-    x, gamma, beta, kernel, bias, states, _, copies, main_grad = args
-    needs = Needs.of((x, gamma, beta), kernel, bias, states, copies, main_grad)
-    return normed_forward(options, needs, *primals(args[:-1]))
+    return normed_forward(options, Needs.of(args[:3], args[3]), *primals(args))
 
 
 def _backward(options: NormedOptions, saved: Saved, grads: Any) -> Any:
     of_norm, made = normed_backward(saved, *grads[0], dz=grads[1])
-    return *of_norm, *cotangents(saved.linear, made)
+    return *of_norm, cotangents(saved.linear, made)
 
 
 defvjp(_layernorm_dense, _forward, _backward)

@@ -54,7 +54,7 @@ from diptych.jax.layers.layernorm_linear import (
 from diptych.jax.layers.layernorm_linear import Saved as NormedSaved
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options
-from diptych.jax.layers.products import OFFSETS, Needs, cotangents, fprop, primals, recorded
+from diptych.jax.layers.products import OFFSETS, LayerArrays, Needs, cotangents, fprop, primals, recorded
 from diptych.jax.layers.quantize import quantize_operand, rng_at
 from diptych.jax.primitives import activation as activation_ops
 from diptych.jax.primitives import checks
@@ -163,7 +163,10 @@ def layernorm_mlp(
         array2, copies2, main2 = prepare(kernel2, fc2, copies[1], main_grads[1])
         args = same_axes(x, gamma, beta, array1, bias1, main1, array2, bias2, main2, copies1, copies2)
         views = {part: viewed(own, args[:-2]) for part, own in states.items()}
-        out: Any = _mlp(MLPOptions(NormedOptions(norm, fc1), fc2, act), *args, views, rng)
+        x, gamma, beta, array1, bias1, main1, array2, bias2, main2, copies1, copies2 = args
+        first = LayerArrays(array1, bias1, views["fc1"], rng, copies1, main1)
+        second = LayerArrays(array2, bias2, views["fc2"], rng if rng is None else rng_at(rng, OFFSETS), copies2, main2)
+        out: Any = _mlp(MLPOptions(NormedOptions(norm, fc1), fc2, act), x, gamma, beta, first, second)
         y, news = out
     news = {part: returned(own, news[part]) for part, own in states.items()}
     return (y, news) if return_state else y
@@ -245,22 +248,13 @@ def _activation(options: MLPOptions, h: Array, amax: Array | None = None, stored
     return dataclasses.replace(sources.activated(h, *options.activation), amax=amax)
 
 
-def _second_rng(rng: Array | None) -> Array | None:
-    return None if rng is None else rng_at(rng, OFFSETS)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(
-    options: MLPOptions, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any, main1: Any, kernel2: Any, bias2: Any,
-    main2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
-) -> Any:  # fmt: skip
+def _mlp(options: MLPOptions, x: Any, gamma: Any, beta: Any, first: LayerArrays, second: LayerArrays) -> Any:
     fc1, fc2 = options.fc1.linear, options.fc2
-    states1, states2 = states["fc1"], states["fc2"]
     z, _, _ = norm_operand(options.fc1, x, gamma, beta, False)
-    h, _, _, amaxes1 = fprop(fc1, False, False, z, kernel1, bias1, states1, rng, copies1)
-    a = _activation(options, h)
-    y, _, _, amaxes2 = fprop(fc2, False, False, a, kernel2, bias2, states2, _second_rng(rng), copies2)
-    return y, {"fc1": recorded(states1, amaxes1, fc1), "fc2": recorded(states2, amaxes2, fc2)}
+    h, _, _, amaxes1 = fprop(fc1, False, False, z, first)
+    y, _, _, amaxes2 = fprop(fc2, False, False, _activation(options, h), second)
+    return y, {"fc1": recorded(first.states, amaxes1, fc1), "fc2": recorded(second.states, amaxes2, fc2)}
 
 
 @functools.partial(
@@ -280,21 +274,6 @@ class _Saved:
     amax: Array | None
     options: MLPOptions
     again: bool
-
-
-def _run(
-    options: MLPOptions, needs1: Needs, needs2: Needs, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any,
-    kernel2: Any, bias2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
-) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
-    """Returns (y, new states), and the residuals."""
-    args1 = (x, gamma, beta, kernel1, bias1, states["fc1"], rng, copies1)
-    ((h, news1), _), saved1 = normed_forward(options.fc1, needs1, *args1)
-    a = with_amax(_activation(options, h), options.fc2)
-    args2 = (a, kernel2, bias2, states["fc2"], _second_rng(rng), copies2)
-    (y, news2), saved2 = products.forward(options.fc2, needs2, *args2)
-    saved2, again, amax = remade(saved2)
-    saved = _Saved(saved1, h if needs2.dx or again else None, saved2, amax, options, again)
-    return (y, {"fc1": news1, "fc2": news2}), saved
 
 
 def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, Any, Array | None]:
@@ -322,23 +301,22 @@ def _dh(options: MLPOptions, da: Array, h: Array) -> Array | FusedInput:
     return activation_ops.activation_grad(da, h, *options.activation)
 
 
-def _forward(
-    options: MLPOptions, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any, main1: Any, kernel2: Any, bias2: Any,
-    main2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
-) -> Any:  # fmt: skip
-    needs1 = Needs.of((x, gamma, beta), kernel1, bias1, states["fc1"], copies1, main1)
-    needs2 = Needs.of(None, kernel2, bias2, states["fc2"], copies2, main2)
+def _forward(options: MLPOptions, *args: Any) -> tuple[tuple[Array, States], _Saved]:
+    needs1, needs2 = Needs.of(args[:3], args[3]), Needs.of(None, args[4])
     needs2 = needs2._replace(dx=needs1.dx or needs1.dw or needs1.bias_dtype is not None)
-    args = (x, gamma, beta, kernel1, bias1, kernel2, bias2, copies1, copies2, states, rng)
-    return _run(options, needs1, needs2, *primals(args))
+    *first, second = primals(args)
+    ((h, news1), _), saved1 = normed_forward(options.fc1, needs1, *first)
+    a = with_amax(_activation(options, h), options.fc2)
+    (y, news2), saved2 = products.forward(options.fc2, needs2, a, second)
+    saved2, again, amax = remade(saved2)
+    saved = _Saved(saved1, h if needs2.dx or again else None, saved2, amax, options, again)
+    return (y, {"fc1": news1, "fc2": news2}), saved
 
 
 def _backward(options: MLPOptions, saved: _Saved, grads: Any) -> Any:
     of_norm, made1, made2, dbias1 = _gradients_of(saved, *grads)
-    dkernel1, _, states1, _, _, dmain1 = cotangents(saved.fc1.linear, made1)
-    dkernel2, dbias2, states2, _, _, dmain2 = cotangents(saved.fc2, made2)
-    states = {"fc1": states1, "fc2": states2}
-    return *of_norm, dkernel1, dbias1, dmain1, dkernel2, dbias2, dmain2, None, None, states, None
+    first = cotangents(saved.fc1.linear, made1)._replace(bias=dbias1)
+    return *of_norm, first, cotangents(saved.fc2, made2)
 
 
 defvjp(_mlp, _forward, _backward)

@@ -14,7 +14,17 @@ from diptych.jax.layers.calibrate import calibrated, plain
 from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.held import held_copies
 from diptych.jax.layers.options import Options, States
-from diptych.jax.layers.products import Needs, Saved, backward, cotangents, forward, fprop, primals, recorded
+from diptych.jax.layers.products import (
+    LayerArrays,
+    Needs,
+    Saved,
+    backward,
+    cotangents,
+    forward,
+    fprop,
+    primals,
+    recorded,
+)
 from diptych.jax.layers.weight_gradients import receiver
 from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
@@ -97,7 +107,7 @@ def dense(
     else:
         x, bias, trained, copies, main_grad = same_axes(x, bias, *prepare(kernel, options, copies, main_grad))
         views = viewed(states, (x, trained, bias, main_grad))
-        out: Any = _dense(options, x, trained, bias, views, rng, copies, main_grad)
+        out: Any = _dense(options, x, LayerArrays(trained, bias, views, rng, copies, main_grad))
         y, news = out
     news = returned(states, news)
     return (y, news) if return_state else y
@@ -118,28 +128,18 @@ def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense(
-    options: Options,
-    x: Array,
-    kernel: Array | None,
-    bias: Array | None,
-    states: States,
-    rng: Array | None,
-    copies: Copies | None,
-    main_grad: Array | None,
-) -> tuple[Array, States]:
-    y, _, _, amaxes = fprop(options, False, False, x, kernel, bias, states, rng, copies)
-    return y, recorded(states, amaxes, options)
+def _dense(options: Options, x: Array, layer: LayerArrays) -> tuple[Array, States]:
+    y, _, _, amaxes = fprop(options, False, False, x, layer)
+    return y, recorded(layer.states, amaxes, options)
 
 
-def _forward(options: Options, *args: Any) -> tuple[tuple[Array, States], Saved]:
-    x, kernel, bias, states, _, copies, main_grad = args
-    return forward(options, Needs.of(x, kernel, bias, states, copies, main_grad), *primals(args[:-1]))
+def _forward(options: Options, x: Any, layer: LayerArrays) -> tuple[tuple[Array, States], Saved]:
+    return forward(options, Needs.of(x, layer), *primals((x, layer)))
 
 
-def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
+def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tuple[Any, LayerArrays]:
     made = backward(saved, *grads)
-    return made.x, *cotangents(saved, made)
+    return made.x, cotangents(saved, made)
 
 
 defvjp(_dense, _forward, _backward)

@@ -36,7 +36,7 @@ from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers.options import Amaxes, Options, States
 from diptych.jax.layers.quantize import quantize_calls, quantize_operand, quantize_weight, requantized_result, verb_of
 from diptych.jax.state.scales import ScaleState, gradient, record
-from diptych.jax.tensors.copies import Copies, Operand, add_bias, matmul, named, pick, values
+from diptych.jax.tensors.copies import Operand, add_bias, matmul, named, pick, values
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -90,6 +90,20 @@ class WeightGradient(NamedTuple):
 # --- forward ---
 
 
+class LayerArrays(NamedTuple):
+    """The arrays of one linear layer's call beside its input; in a custom_vjp's cotangents, their gradients.
+
+    `kernel`: None if it is quantized; `copies` then are its own. `main_grad`: receives the kernel's gradient, or None.
+    """
+
+    kernel: Any
+    bias: Any
+    states: Any
+    rng: Any
+    copies: Any
+    main_grad: Any = None
+
+
 def perturbed(tree: Any) -> bool:
     """Returns whether any leaf of a custom_vjp's arguments needs a gradient."""
     return any(p.perturbed for p in jax.tree.leaves(tree))
@@ -115,11 +129,12 @@ class Needs(NamedTuple):
     to_main_grad: bool = False
 
     @staticmethod
-    def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any, op: str = "dense") -> Needs:
+    def of(x: Any, layer: LayerArrays, op: str = "dense") -> Needs:
         """Returns the needs of a custom_vjp's arguments. `x`: all arguments that the input depends on.
 
         **Raises** UnsupportedError if a gradient of `copies` is needed.
         """
+        kernel, bias, states, _, copies, main_grad = layer
         if perturbed(copies):
             raise UnsupportedError(
                 f"{op}: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
@@ -163,14 +178,11 @@ def fprop(
     need_dx: bool,
     need_dw: bool,
     x: Array | FusedInput,
-    kernel: Array | None,
-    bias: Array | None,
-    states: States,
-    rng: Array | None,
-    copies: Copies | None,
+    layer: LayerArrays,
     products: Products = LINEAR,
 ) -> tuple[Array, Operand, Operand, Amaxes]:
     """Returns y, the operands of x and kernel that backward reads, and the amaxes to record."""
+    kernel, bias, states, rng, copies, _ = layer
     s = options.schedule(need_dx, need_dw)
     copies_x, amaxes = quantize_calls(x, s.x, options, states, rng)
     original = kernel
@@ -204,18 +216,11 @@ def recorded(states: States, amaxes: Amaxes, options: Options) -> States:
 
 
 def forward(
-    options: Options,
-    needs: Needs,
-    x: Array | FusedInput,
-    kernel: Array | None,
-    bias: Array | None,
-    states: States,
-    rng: Array | None,
-    copies: Copies | None,
-    products: Products = LINEAR,
+    options: Options, needs: Needs, x: Array | FusedInput, layer: LayerArrays, products: Products = LINEAR
 ) -> tuple[tuple[Array, States], Saved]:
     """Returns (y, new states), and the residuals. **Raises** ValueError if amaxes would be lost."""
-    y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, kernel, bias, states, rng, copies, products)
+    y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, layer, products)
+    states, rng = layer.states, layer.rng
     s = options.schedule(needs.dx, needs.dw)
     check_transport(options, needs.states, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
     kept = {name: found for name, found in amaxes.items() if name in needs.states and options.record}
@@ -291,8 +296,8 @@ def backward(saved: Saved, dy: Any, later: States | None = None) -> DenseGradien
     return DenseGradients(dx, dbias, wgrad, state_gradients(saved, amaxes, later))
 
 
-def cotangents(saved: Saved, made: DenseGradients) -> tuple[Any, ...]:
-    """Returns the cotangents of a custom_vjp's kernel, bias, states, rng, copies and main_grad; computes wgrad."""
+def cotangents(saved: Saved, made: DenseGradients) -> LayerArrays:
+    """Returns the cotangents of a custom_vjp's `LayerArrays`; computes wgrad."""
     dw = None if made.kernel is None else made.kernel.compute()
     dkernel, dmain = (None, dw) if saved.needs.to_main_grad else (dw, None)
-    return dkernel, made.bias, made.state, None, None, dmain
+    return LayerArrays(dkernel, made.bias, made.state, None, None, dmain)

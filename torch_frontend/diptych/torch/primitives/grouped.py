@@ -223,19 +223,18 @@ def _product(
     shape: grouped.GroupedShape,
     align: int,
     rotated: bool,
-    alpha: float,
-    beta: float,
+    factors: tuple[float, float],
     options: tuple[bool, ...],
 ) -> None:
-    """d = alpha * the product + bias + beta * d."""
+    """d = alpha * the product + bias + beta * d. `factors`: alpha and beta."""
     kind, scratch = _KINDS[shape.kind], None
     if d.is_cuda:
         sizes = shape.out[-2], shape.n, shape.k, offsets.shape[0] - 1
         scratch = workspace(_core.grouped_gemm_workspace_bytes(a[3], b[3], kind, *sizes), d.device)
     bias = None if bias is None else bias.contiguous()
-    c = d if beta != 0.0 else None
+    c = d if factors[1] != 0.0 else None
     _core.grouped_gemm(
-        *contiguous(a), *contiguous(b), offsets.contiguous(), d, c, bias, scratch, kind, align, rotated, alpha, beta,
+        *contiguous(a), *contiguous(b), offsets.contiguous(), d, c, bias, scratch, kind, align, rotated, *factors,
         *options,
     )  # fmt: skip
 
@@ -250,7 +249,7 @@ def _grouped_gemm(
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     shape = _shape_of(a, b, offsets)
     d = torch.empty(shape.out, dtype=out_dtype, device=a_data.device)
-    _product(a, b, offsets, d, bias, shape, align, rotated, alpha, 0.0, options)
+    _product(a, b, offsets, d, bias, shape, align, rotated, (alpha, 0.0), options)
     return d
 
 
@@ -284,7 +283,7 @@ def _grouped_gemm_into(
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     shape = _shape_of(a, b, offsets)
     _check_acc(acc, shape)
-    _product(a, b, offsets, acc, None, shape, align, rotated, 1.0, 1.0, options)
+    _product(a, b, offsets, acc, None, shape, align, rotated, (1.0, 1.0), options)
     wrote(acc)
 
 
