@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_LINES = 500
 
@@ -32,9 +33,18 @@ ARROWS = {
 LAB_FACE = "lab.py"  # a panel's only file that imports from the lab: it re-exports what the lab has for the framework
 # A panel's rooms: a file imports from its own room and from those before it.
 ROOMS = {
-    "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed"),
-    "jax": ("primitives", "tensors", "jaxprs", "functional", "state", "layers", "sharding", "modules"),
-}
+    "torch": (
+        "private", "primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed",
+    ),
+    "jax": ("private", "primitives", "tensors", "jaxprs", "functional", "state", "layers", "sharding", "modules"),
+}  # fmt: skip
+PRIVATE = "private"  # the room that alone names a framework's private API
+# Attributes with an underscore that are no framework's private API: of tensors and modules, which their subclasses
+# use; of named tuples; and of Python, transformers and flax.
+OPEN_ATTRIBUTES = frozenset({
+    "_version", "_base", "_parameters", "_buffers", "_modules", "_fields", "_replace", "_asdict",
+    "_initializing", "_getframe", "_apply_gate", "_get_bias_shape", "_state",
+})  # fmt: skip
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
     "common": set(),
@@ -58,6 +68,8 @@ UNPAIRED_ROOMS = {
     "sharding": "XLA partitions JAX's primitives by rules; torch's layers call collectives themselves",
     "modules": "torch's modules hold parameters and buffers; JAX's are those of flax and equinox, by framework",
 }
+# Rooms that both frameworks have, with files of their own in each.
+OWN_FILES = {PRIVATE: "the private API of one framework is not that of the other"}
 UNPAIRED = {
     "torch": {
         "parallel.py": "the public face of `distributed`",
@@ -131,15 +143,63 @@ def sources(root: Path, *suffixes: str) -> list[Path]:
     )
 
 
-@functools.cache  # most rules read most files
-def _import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
-    """Returns the import statements of a Python file."""
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+class _Facts(NamedTuple):
+    """What rules read of a Python file. `defined`: names of its functions, classes, variables and attributes of `self`.
+    `dotted`: names that begin with a framework's, in code or as whole strings; `attributes`: those of other objects."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    defined: set[str]
+    dotted: set[str]
+    attributes: set[str]
+
+
+@functools.cache  # most rules read most files, and keeping their nodes would cost more than reading them
+def _facts(text: str) -> _Facts:
+    nodes = list(ast.walk(ast.parse(text)))
+    facts = _Facts([n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)], set(), set(), set())
+    roots = {framework: framework for framework in ROOMS}
+    for node in facts.imports:
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            name = f"{module}.{alias.name}" if module else alias.name
+            if name.split(".")[0] in ROOMS:
+                facts.dotted.add(name)
+                if module or alias.asname:
+                    roots[alias.asname or alias.name] = name
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _dotted(node.value, roots):
+            roots[node.targets[0].id] = _dotted(node.value, roots)
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            facts.defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            facts.defined.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            name = _dotted(node, roots)
+            of_self = isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
+            (facts.dotted if name else facts.defined if of_self else facts.attributes).add(name or node.attr)
+        elif isinstance(node, ast.Constant) and _NAME.fullmatch(str(node.value)):
+            facts.dotted.add(str(node.value))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            facts.attributes.add(str(getattr(node.args[1], "value", "")))
+    return facts
+
+
+_NAME = re.compile(rf"(?:{'|'.join(ROOMS)})(?:\.\w+)+")
+_BORROWED = re.compile(r"(?:\w+\.)*_(?!_)[\w.]+")
+
+
+def _dotted(node: ast.expr, roots: dict[str, str]) -> str:
+    """Returns the dotted name that an expression is, or "" for one that begins with no name of a framework."""
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value, roots)
+        return f"{owner}.{node.attr}" if owner else ""
+    return roots.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 def _imports(path: Path) -> set[str]:
     names = set()
-    for node in _import_statements(path.read_text()):
+    for node in _facts(path.read_text()).imports:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -245,6 +305,30 @@ def remembered_nowhere(root: Path) -> list[str]:
     return broken
 
 
+def private_users(root: Path, panel: str) -> dict[str, set[str]]:
+    """Returns the files of a panel that name the framework's private API, with what they name: dotted names with a part
+    that begins with an underscore, and attributes that begin with one and that no package defines."""
+    packages = [path for folder in PACKAGES.values() for path in (root / folder).rglob("*.py")]
+    own = OPEN_ATTRIBUTES.union(*[_facts(path.read_text()).defined for path in packages])
+    found = {}
+    for file in sorted(package_files(root, panel)):
+        facts = _facts((root / PACKAGES[panel] / file).read_text())
+        names = {name for name in facts.dotted if name.split(".")[0] == panel} | (facts.attributes - own)
+        found[file] = {name for name in names if _BORROWED.fullmatch(name)}
+    return {file: names for file, names in found.items() if names}
+
+
+def private_names(root: Path) -> list[str]:
+    """Returns names of a framework's private API outside of the room for them."""
+    return [
+        f"{PACKAGES[panel]}/{file} names {name}"
+        for panel in ROOMS
+        for file, names in private_users(root, panel).items()
+        for name in sorted(names)
+        if file.split("/")[0] != PRIVATE
+    ]
+
+
 def package_files(root: Path, package: str) -> set[str]:
     """Returns a package's files, without those of packages inside of it."""
     folder = root / PACKAGES[package]
@@ -257,7 +341,7 @@ def mirrored(root: Path) -> list[str]:
     files = {package: package_files(root, package) for package in UNPAIRED}
     broken = []
     for one, other in (("torch", "jax"), ("jax", "torch"), ("lab.torch", "lab.jax"), ("lab.jax", "lab.torch")):
-        alone = {f for f in files[one] - files[other] if f.split("/")[0] not in UNPAIRED_ROOMS}
+        alone = {f for f in files[one] - files[other] if f.split("/")[0] not in {*UNPAIRED_ROOMS, *OWN_FILES}}
         alone -= {f for f in alone if f"modules/{f}" in files[one]}  # the public face of a framework's modules
         broken += [f"{PACKAGES[one]}/{f} has no twin in {PACKAGES[other]}" for f in sorted(alone - set(UNPAIRED[one]))]
         broken += [f"{f} is listed as an exception of {one} and is none" for f in sorted(set(UNPAIRED[one]) - alone)]
@@ -295,7 +379,7 @@ def _file_imports(root: Path) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {}
     for file, path in files.items():
         names: list[tuple[str, str]] = []  # the module that is named, and what it is asked for
-        for node in _import_statements(path.read_text()):
+        for node in _facts(path.read_text()).imports:
             if isinstance(node, ast.Import):
                 names += [(alias.name, "") for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -368,6 +452,7 @@ ALL = (
     format_names,
     kernels_named_once,
     remembered_nowhere,
+    private_names,
     mirrored,
     tests_mirrored,
     room_arrows,

@@ -35,6 +35,19 @@ VIOLATIONS = [
     (rules.format_names, "torch_frontend/diptych/torch/x.py", 'if fmt.name == "mxfp8_e4m3": ...\n'),
     (rules.kernels_named_once, "core_cuda/src/x.cpp", "void f() { cpu::gemm(a, e); }\n"),
     (rules.remembered_nowhere, "torch_frontend/diptych/torch/modules/x.py", "def f(m, r):\n    m._last_region = r\n"),
+    *(
+        (rules.private_names, f"torch_frontend/diptych/torch/{path}.py", text)
+        for path, text in (
+            ("x", "import torch\n\ntorch.ops.aten._to_copy\n"),
+            ("state/x", "import torch.utils._pytree as tree\n"),
+            ("layers/x", "def f():\n    from torch.distributed.tensor.placement_types import _StridedShard\n"),
+            ("graph/x", "from torch import _C as c\n\nasked = c\nasked.is_tracing()\n"),
+            ("modules/x", "def f(param):\n    param._unsharded_param = None\n"),
+            ("tensors/x", 'def f(state):\n    return getattr(state, "_fsdp_param_group", None)\n'),
+            ("primitives/x", 'WHERE = "torch._dynamo.eval_frame"\n'),
+        )
+    ),
+    (rules.private_names, "jax_frontend/diptych/jax/state/x.py", "from jax._src import core\n"),
     (rules.mirrored, "torch_frontend/diptych/torch/x.py", ""),
     (rules.mirrored, "jax_frontend/diptych/jax/state/autocast.py", ""),
     (rules.mirrored, "lab/diptych/lab/torch/x.py", ""),

@@ -21,6 +21,10 @@ class UnsupportedError(NotImplementedError):
     """No kernel for this op, format and device; the message names the nearest ones."""
 
 
+class FrameworkVersionError(UnsupportedError, ImportError):
+    """A version of a framework that lacks what diptych takes from its private API."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is damaged or belongs to another model or recipe."""
 

@@ -242,9 +242,3 @@ def test_a_weight_that_an_embedding_shares(ranks):
         assert prepared["quantized"] == ["body.weight"]
         for got, want in zip(prepared["made"], usual["made"], strict=True):
             same(got, want)
-
-
-def test_names_of_torch_that_are_read():
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    assert isinstance(FSDPParamGroup._use_post_forward_mesh, property)

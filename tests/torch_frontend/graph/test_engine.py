@@ -387,7 +387,6 @@ def test_a_users_op_learns_what_is_asked_for():
 
 def test_torch_can_be_asked():
     assert takes_functions() or torch.__version__.startswith("2.11.")
-    assert callable(torch._C._will_engine_execute_node)
 
 
 # --- layers that are cut over ranks ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
 from diptych.common import RECIPES, MXFP8Quantizer
-from diptych.torch.graph import functorch
 from torch_frontend.graph.test_custom_op import arguments, toy
 from torch_frontend.graph.test_engine import products
 from torch_frontend.graph.test_traced import IDS, OF_A_RECIPE, OTHERS, ROWS, K, Log, N, of
@@ -423,19 +422,3 @@ def test_vectorized_jacobians():
 
 
 # --- names of torch --------------------------------------------------------------------------------------------------
-
-
-def test_torch_has_what_this_is_made_of():
-    for name in ("is_functorch_wrapped_tensor", "is_batchedtensor", "is_legacy_batchedtensor", "get_unwrapped"):
-        assert callable(getattr(functorch._C, name))
-    assert callable(functorch._C.maybe_get_level) and callable(functorch._C._add_batch_dim)
-    assert callable(torch._C._are_functorch_transforms_active) and not torch._C._are_functorch_transforms_active()
-    for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting", "_DisableFuncTorch"):
-        assert callable(getattr(torch._C, name))
-    assert callable(functorch._remove_batch_dim) and callable(functorch._add_batch_dim)
-    from torch._functorch import pyfunctorch
-
-    assert callable(pyfunctorch.retrieve_all_functorch_interpreters)
-    assert callable(pyfunctorch.temporarily_clear_interpreter_stack)
-    assert {"level", "batch_size", "randomness"} <= set(dir(pyfunctorch.VmapInterpreter))
-    assert callable(torch.library.register_vmap)

@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 from torch._library.opaque_object import is_opaque_type, is_opaque_value_type
-from torch._opaque_base import OpaqueBaseMeta
 
 import diptych.torch as dt
 from diptych.common import RECIPES, Float8BlockScaling, MXFP8Quantizer, NVFP4Quantizer, QuantizerRole, find_format
@@ -18,6 +17,7 @@ from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import QParams, Recipe
 from diptych.common.value import Value
 from diptych.torch.primitives import constants as opaque
+from diptych.torch.private.opaque import OpaqueMeta
 from torch_frontend.tools import normal, same
 
 
@@ -266,9 +266,9 @@ def test_swap_reaches_the_whole_tree():
         pass
 
     before = Grandchild(3)
-    opaque.swap_metaclass(Base, OpaqueBaseMeta)
+    opaque.swap_metaclass(Base, OpaqueMeta)
     metas = {type(c) for c in (Base, Child, Grandchild, Sibling)}
-    assert len(metas) == 1 and issubclass(metas.pop(), (OpaqueBaseMeta,))
+    assert len(metas) == 1 and issubclass(metas.pop(), (OpaqueMeta,))
     assert isinstance(Base, OwnMeta)
     assert isinstance(before, Child) and not isinstance(before, Sibling) and not isinstance(3, Base)
     assert before == Grandchild(3) and hash(before) == hash(3) and before != Child(3)
@@ -276,8 +276,8 @@ def test_swap_reaches_the_whole_tree():
     class Both(Grandchild, Sibling):
         pass
 
-    assert isinstance(Both, OpaqueBaseMeta) and Both(1) == Both(1)
-    opaque.swap_metaclass(Base, OpaqueBaseMeta)  # a second time changes nothing
+    assert isinstance(Both, OpaqueMeta) and Both(1) == Both(1)
+    opaque.swap_metaclass(Base, OpaqueMeta)  # a second time changes nothing
     assert len({type(c) for c in (Base, Child, Grandchild, Sibling, Both)}) == 1
 
 
@@ -286,7 +286,7 @@ def test_plain_metaclasses_cannot_be_swapped():
         pass
 
     with pytest.raises(TypeError):
-        opaque.swap_metaclass(Plain, OpaqueBaseMeta)
+        opaque.swap_metaclass(Plain, OpaqueMeta)
 
 
 def test_values_keep_their_meaning():

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import diptych.torch as dt
 from diptych.common import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, UnsupportedError
-from diptych.torch.state import checkpoint as recorded
+from diptych.torch.private.checkpointing import GENERATOR
 from torch_frontend import layer_cases as layers
 from torch_frontend.layer_cases import NAMED
 from torch_frontend.tools import normal, same
@@ -262,7 +262,7 @@ def test_the_names_of_torch_are_there():
     """Without one of them a kind of checkpoint would be refused by name, so a new torch must be looked at."""
     import torch.distributed._composable.checkpoint_activation as activation
 
-    names: list[Any] = [getattr(module, recorded._GENERATOR) for module in (torch.utils.checkpoint, activation)]
+    names: list[Any] = [getattr(module, GENERATOR) for module in (torch.utils.checkpoint, activation)]
     names.append(torch.autograd._engine_run_backward)
     names += [torch.autograd.graph._engine_run_backward, torch.utils.checkpoint.CheckpointFunction.apply]
     assert all(hasattr(name, "wrapped_by_diptych") for name in names)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import dispatch  # for `require_devices` only; `lowering` raises where a JAX does not have its name
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
@@ -133,8 +132,3 @@ def _shardy_rule(rule: Rule) -> SdyShardingRule:
     seen = {f for factors in results for f in factors}
     reduced = dict.fromkeys(f for factors in operands for f in factors if f not in seen and f not in single)
     return SdyShardingRule(operands, results, reduction_factors=tuple(reduced), need_replication_factors=tuple(single))
-
-
-def require_devices(primitive: Any) -> None:
-    """Tells JAX to lower programs with this primitive for known devices, as `custom_partitioning` demands."""
-    getattr(dispatch, "prim_requires_devices_during_lowering", set()).add(primitive)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from diptych.jax.primitives.register import PARTITIONERS, PRIMITIVES
+from diptych.jax.private.lowering import require_devices
 from diptych.jax.sharding import activation, gemm, grouped, norm, permute, quantize
-from diptych.jax.sharding.partition import OwnRule, Partitioner, require_devices
+from diptych.jax.sharding.partition import OwnRule, Partitioner
 
 RULES: dict[str, OwnRule] = {
     "amax": quantize.amax,

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
+from diptych.jax.private.lowering import REFERENCELESS
 from diptych.jax.state.amax_check import check_of, checked, following, is_valid, marked_by
 from diptych.jax.state.scales import ScaleState, is_state, larger, map_states, overwrite_states, read_ref
 
@@ -38,13 +39,6 @@ Tree = TypeVar("Tree")
 
 # --- references ---
 
-# JAX (0.10.2) differentiates these constructs, once traced, by rules that do not support references, and fails with
-# unclear errors. Each entry: the module of the rule, its function, and the construct's public name.
-_RULES = (
-    ("jax._src.lax.control_flow.conditionals", "_cond_", "a branch of jax.lax.cond or switch"),
-    ("jax._src.lax.control_flow.loops", "_while_", "jax.lax.while_loop, which has no reverse mode"),
-    ("jax._src.shard_map", "_shard_map_", "shard_map"),
-)
 _RULE_KINDS = ("linearize", "jvp", "partial_eval", "transpose")
 
 
@@ -56,7 +50,7 @@ def refuse_differentiated(what: str, instead: str) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        for where, prefix, name in _RULES:
+        for where, prefix, name in REFERENCELESS:
             if module == where and function.startswith(prefix) and any(k in function for k in _RULE_KINDS):
                 raise UnsupportedError(f"{what} cannot be differentiated from outside of {name}: {instead}")
         frame = frame.f_back  # type: ignore[assignment]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diptych.torch.functional.quantize import max_over
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.private.sharding import local_tensor
 
 
 class WholeAmaxes:
@@ -56,11 +57,11 @@ class WholeAmaxes:
     def _version(self, number: int) -> tuple[int, ...]:
         """An operator on a DTensor moves the counter of the DTensor, and one on its local tensor the local one's."""
         weight = self._weights[number]
-        part = weight._local_tensor
+        part = local_tensor(weight)
         return weight._version, part._version, part.data_ptr()
 
     def _reduce(self, group: Any) -> None:
-        found = [quantize_ops.amax(weight._local_tensor.detach()) for weight in self._weights]
+        found = [quantize_ops.amax(local_tensor(weight).detach()) for weight in self._weights]
         every = range(len(found))
         # Weights that a tensor-parallel group does not cut stay out of it: its ranks may hold unlike ones.
         cut = {of: [i for i in every if self._groups[i] is of] for of in self._groups if of is not None}

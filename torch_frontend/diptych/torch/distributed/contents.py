@@ -28,17 +28,19 @@ from diptych.torch.modules.held_state import plain_state_dict
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.modules.stateful import StatefulModule
 from diptych.torch.modules.tensor_parallel import TensorParallelModule
+from diptych.torch.private.checkpointing import WRAPPED
+from diptych.torch.private.graphs import COMPILED
 from diptych.torch.state.scales import check_tree, keys_below
 
 MODEL, MASTERS, OPTIMIZER = "model.", "masters.", "optimizer.state."
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{COMPILED}|{WRAPPED})\.")
 _STATE = re.compile(r"(?:(?P<owner>.*)\.)?(?:rng_state|scale_states\..+)")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module below DistributedDataParallel and torch.compile."""
     while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -23,6 +23,8 @@ from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.columnwise import byte_transposed, transposable, transposed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.private.autograd import backward_pass, keep_version
+from diptych.torch.private.sharding import reshards_after_forward, set_inner_tensors, training_state
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
 
@@ -65,10 +67,10 @@ class Gather:
 
     def read(self) -> tuple[str, ...]:
         """The copies that are read from the gather that begins now until the weight is resharded."""
-        state, in_backward = self.group._training_state.name, torch._C._current_graph_task_id() != -1
+        state, in_backward = training_state(self.group).name, backward_pass() != -1
         if not self.quantizer.columnwise:
             return (ROWWISE,)
-        if state == "FORWARD" and self.group._reshard_after_forward and not in_backward:
+        if state == "FORWARD" and reshards_after_forward(self.group) and not in_backward:
             return (ROWWISE,)
         if state == "PRE_BACKWARD" and self.group.reshard_after_backward and not self.recompute:
             return (COLUMNWISE,)
@@ -96,7 +98,7 @@ class Gather:
         if plan is None:
             plan = self.plans[read] = self._planned(read, shape, like, ranks)
         self.param.all_gather_outputs = list(plan.outputs)
-        self.param._unsharded_inner_tensors = list(plan.inner)
+        set_inner_tensors(self.param, list(plan.inner))
         return plan
 
     def _planned(self, read: tuple[str, ...], shape: tuple[int, ...], like: Tensor, ranks: int) -> Plan:
@@ -150,5 +152,5 @@ class Gather:
             storage.resize_(held.nbytes)
         if t.is_cuda:  # FSDP makes small tensors on a stream of its own
             t.record_stream(torch.cuda.current_stream(t.device))
-        with torch.autograd._unsafe_preserve_version_counter(held):  # pyright: ignore[reportPrivateImportUsage]
+        with keep_version(held):
             yield held

@@ -14,6 +14,9 @@ from torch import Tensor
 from diptych.torch.distributed.gather import Gather, Plan
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.private.autograd import keep_version
+from diptych.torch.private.dispatch import foreach_copy_
+from diptych.torch.private.sharding import sharded_part
 
 
 class Known:
@@ -37,8 +40,8 @@ class Known:
             stream = torch.cuda.current_stream(held[0].device)
             for t in values:
                 t.record_stream(stream)
-        with torch.autograd._unsafe_preserve_version_counter(tuple(held)):  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
+        with keep_version(tuple(held)):
+            foreach_copy_(held, values)
 
 
 class Received(NamedTuple):
@@ -81,7 +84,7 @@ class Parts:
         ranks, known = mesh.size(), Known()
         alike: dict[Any, list[tuple[Gather, Plan, Tensor]]] = {}  # the core quantizes those together
         for gather in self._gathers:
-            held = gather.param._sharded_local_tensor
+            held = sharded_part(gather.param)
             if getattr(held, "gather", None) is not gather:  # a plain tensor, which FSDP2 gathers as it is
                 continue
             part = held.detach().as_subclass(Tensor)

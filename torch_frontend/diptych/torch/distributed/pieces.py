@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diptych.common.errors import CheckpointError
 from diptych.torch.modules.tensor_parallel import ParameterCut
+from diptych.torch.private.dispatch import new_wrapper
 
 Run = tuple[int, int]  # neighbouring indices of a dimension: (the first, their number)
 
@@ -49,7 +50,7 @@ class Pieces(Tensor):
         extents = [sum([number for _, number in of_dim]) for of_dim in runs]
         if list(local.shape) != extents:
             raise CheckpointError(f"{name} {shape}: this rank holds {list(local.shape)} of it, its cuts say {extents}")
-        made: Any = Tensor._make_wrapper_subclass(Pieces, shape, dtype=local.dtype, device=local.device)
+        made: Any = new_wrapper(Pieces, shape, dtype=local.dtype, device=local.device)
         made.part, made.over = part, over
         made.views = dict(_views(local, runs))
         return made

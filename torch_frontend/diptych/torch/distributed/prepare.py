@@ -21,9 +21,17 @@ from diptych.torch.distributed.gather import Gather
 from diptych.torch.distributed.parts import Parts
 from diptych.torch.distributed.sharded_weight import ShardedWeight
 from diptych.torch.layers.tensor_parallel import COLUMN, require_whole
-from diptych.torch.layers.weight_gradients import fsdp_groups
 from diptych.torch.modules.agreement import described, require_alike
 from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.private.sharding import (
+    fsdp_state,
+    groups_of,
+    local_tensor,
+    module_info,
+    part_of,
+    reshards_over_fewer,
+    set_local_tensor,
+)
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 
@@ -151,7 +159,7 @@ def _read_otherwise(model: nn.Module, weights: list[_Weight]) -> dict[str, str]:
         if (id(module), attribute) not in managed:
             raise UnsupportedError(f"parallel.prepare: {name} is a DTensor that no fully_shard in the model gathers")
         param, group = managed[id(module), attribute]
-        if group._use_post_forward_mesh:
+        if reshards_over_fewer(group):
             raise UnsupportedError(
                 f"parallel.prepare: {name} is sharded with reshard_after_forward="
                 f"{group.post_forward_mesh_info.shard_mesh_size}: after forward FSDP2 cuts what was gathered over "
@@ -208,8 +216,8 @@ def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
 
     made = {}
     for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        for group in () if state is None else fsdp_groups(state):
+        state: Any = fsdp_state(module)() if isinstance(module, FSDPModule) else None
+        for group in () if state is None else groups_of(state):
             for param in group.fsdp_params:
                 made |= {(id(owner), name): (param, group) for owner, name in _owners(param)}
     return made
@@ -217,7 +225,7 @@ def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
 
 def _owners(param: Any) -> list[tuple[nn.Module, str]]:
     """The modules that have a parameter of FSDP2's, with its name in each."""
-    at = param._module_info
+    at = module_info(param)
     return list(zip([at.module, *at.shared_modules], [at.param_name, *at.shared_param_names], strict=True))
 
 
@@ -259,7 +267,7 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
         raise UnsupportedError(
             f"{op} is placed {placements} on {of_parameter}; it must be cut along dimension 0 over {mesh}"
         )
-    part = parameter._local_tensor
+    part = local_tensor(parameter)
     if isinstance(part, ShardedWeight):
         raise ArgumentError(f"{op} is prepared already, to be gathered by {part.gather.quantizer}")
     if part.device.type not in (of_parameter.device_type, "meta"):
@@ -308,9 +316,9 @@ def _attach(gathered: list[tuple[weakref.ref[QuantizedModule], str, Gather]]) ->
     for reference, attribute, gather in gathered:
         module = reference()
         parameter: Any = None if module is None else module._parameters.get(attribute)
-        part = getattr(parameter, "_local_tensor", None)
+        part = part_of(parameter)
         if part is None or isinstance(part, ShardedWeight):  # None: the weight is gathered now
             continue
-        parameter._local_tensor = ShardedWeight.of(part, gather)
+        set_local_tensor(parameter, ShardedWeight.of(part, gather))
         if gather.amaxes is not None:
             gather.amaxes.set(gather.number, parameter)

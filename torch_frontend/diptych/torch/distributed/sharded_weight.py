@@ -17,6 +17,8 @@ from torch import Tensor
 from diptych.torch.distributed.gather import Gather
 from diptych.torch.distributed.parts import Received
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
+from diptych.torch.private.dispatch import no_torch_function
+from diptych.torch.private.sharding import inner_tensors
 from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
@@ -41,7 +43,7 @@ class ShardedWeight(Tensor):
 
     gather: Gather
     fsdp_pre_all_gather: Send
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def of(part: Tensor, gather: Gather) -> ShardedWeight:
@@ -74,4 +76,4 @@ class ShardedWeight(Tensor):
             return None
         kind = QuantizedStack if gather.stack else QuantizedTensor
         whole = kind(gather.quantizer, received.shape, received.dtype, **gather.whole)
-        return QuantizedParameter.of(whole), gather.param._unsharded_inner_tensors
+        return QuantizedParameter.of(whole), inner_tensors(gather.param)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import SequenceParallel as _SequenceParallel
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.torch.layers.tensor_parallel import COLUMN, ROW
@@ -25,6 +25,7 @@ from diptych.torch.modules.layernorm_linear import LayerNormLinear
 from diptych.torch.modules.layernorm_mlp import LayerNormMLP
 from diptych.torch.modules.linear import Linear
 from diptych.torch.modules.tensor_parallel import ParameterCut, TensorParallelModule
+from diptych.torch.private.sharding import StridedShard, root_mesh
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 FEATURES = Shard(-1)
@@ -189,12 +190,12 @@ def _distributed(whole: Tensor, mesh: DeviceMesh, cut: ParameterCut | None, sour
         return distribute_tensor(whole, mesh, [placement], src_data_rank=source)
     stacked = whole.unflatten(0, (cut.parts, -1))
     part = distribute_tensor(stacked, mesh, [Shard(1)], src_data_rank=source).to_local().flatten(0, 1)
-    placements = [_StridedShard(0, split_factor=cut.parts)]
+    placements = [StridedShard(0, split_factor=cut.parts)]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _warn_of_strides(op: str, mesh: DeviceMesh) -> None:
-    if mesh._get_root_mesh().ndim > 1:
+    if root_mesh(mesh).ndim > 1:
         warnings.warn(
             f"{op}: fc1 stacks gate and value, each of which is cut. Once fully_shard cuts it too, torch's "
             "full_tensor() returns its rows in another order; diptych.torch.parallel.save, load and export do not",

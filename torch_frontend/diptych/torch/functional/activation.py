@@ -11,11 +11,8 @@ from torch import Tensor
 from diptych.common.ops.activation import ActivationOptions
 from diptych.torch.graph import functorch
 from diptych.torch.primitives.activation import activation, activation_grad
-from diptych.torch.primitives.checks import (
-    refuse_second_derivative,
-    require_no_tangent,
-    transforms_active,
-)
+from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
+from diptych.torch.private.functorch import transforms_active
 
 _NAME = "diptych.torch's activation"
 

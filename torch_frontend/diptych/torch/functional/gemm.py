@@ -20,8 +20,8 @@ from diptych.torch.primitives.checks import (
     require_no_grad,
     require_no_tangent,
     require_tensor,
-    transforms_active,
 )
+from diptych.torch.private.functorch import transforms_active
 from diptych.torch.tensors.copies import pack, unpack, values
 from diptych.torch.tensors.quantized import QuantizedTensor, require_quantized, rotated
 

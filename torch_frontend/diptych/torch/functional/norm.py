@@ -10,12 +10,9 @@ from torch import Tensor
 
 from diptych.common.ops.norm import NormOptions
 from diptych.torch.graph import functorch
-from diptych.torch.primitives.checks import (
-    refuse_second_derivative,
-    require_no_tangent,
-    transforms_active,
-)
+from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
 from diptych.torch.primitives.norm import norm, norm_grad
+from diptych.torch.private.functorch import transforms_active
 
 _NAME = "diptych.torch's norm"
 

@@ -36,6 +36,7 @@ from diptych.torch.functional.permute_op import (
 from diptych.torch.primitives import permute as permute_ops
 from diptych.torch.primitives.checks import enforce, once, operand, require_device, require_local, require_tensor
 from diptych.torch.primitives.permute import check_maps, check_probs, known, require_map, require_summed
+from diptych.torch.private.dispatch import check
 from diptych.torch.tensors.quantized import QuantizedTensor
 
 
@@ -111,7 +112,7 @@ def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: 
         _require_int(op, "num_out_tokens", num_out_tokens, -1)
         if not known(num_out_tokens < 1):
             if torch.compiler.is_compiling():  # a count whose value only the running program has must be above 0
-                torch._check(num_out_tokens > 0)
+                check(num_out_tokens > 0)
             return num_out_tokens
     return rules.padded_rows(entries, experts, align)
 
@@ -379,7 +380,7 @@ def moe_unpermute(
 
 def _warn_of_probs(*_: Any) -> None:
     if torch.compiler.is_dynamo_compiling():  # once, while tracing
-        from torch._dynamo.comptime import comptime
+        from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
         comptime(_warn_of_probs)
     else:

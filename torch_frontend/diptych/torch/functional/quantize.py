@@ -20,13 +20,9 @@ from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch.graph import functorch
 from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.primitives.checks import (
-    require_no_grad,
-    require_no_tangent,
-    require_quantizer,
-    require_tensor,
-    transforms_active,
-)
+from diptych.torch.primitives.checks import require_no_grad, require_no_tangent, require_quantizer, require_tensor
+from diptych.torch.private.functorch import transforms_active
+from diptych.torch.private.sharding import AsyncTensor, all_reduce
 from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor, from_buffers, require_quantized
 
 
@@ -89,10 +85,8 @@ def max_over(amax: Tensor, group: Any) -> Tensor:
     It compares integers: amaxes are never negative or NaN, so their bits have the same order, and no subnormal is
     flushed to zero.
     """
-    from torch.distributed import _functional_collectives as collectives  # a torch may be built without distributed
-
-    out = collectives.all_reduce(amax.view(torch.int32), "max", group)
-    if isinstance(out, collectives.AsyncCollectiveTensor):
+    out = all_reduce(amax.view(torch.int32), "max", group)
+    if isinstance(out, AsyncTensor):
         out = out.wait()
     return out.view(torch.float32)
 

@@ -45,6 +45,7 @@ from diptych.torch.primitives.checks import (
 )
 from diptych.torch.primitives.permute import check_maps
 from diptych.torch.primitives.register import contiguous_or_none, define, empty_beside, fake_buffers, run, workspace
+from diptych.torch.private.graphs import run_eagerly
 
 # --- quantize with a source ------------------------------------------------------------------------------------------
 
@@ -198,8 +199,8 @@ if constants.AVAILABLE:
         _quantize_delayed_fake,
     )
 else:  # pragma: no cover - no supported torch
-    _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
-    _quantize_delayed_op = torch._disable_dynamo(_quantize_delayed)  # type: ignore[attr-defined]
+    _quantize_op = run_eagerly(_quantize)
+    _quantize_delayed_op = run_eagerly(_quantize_delayed)
 
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------

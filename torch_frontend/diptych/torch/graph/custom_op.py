@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.graph import flops, functorch
@@ -44,15 +43,12 @@ from diptych.torch.graph.program import EagerBackward, EagerForward, MakeReplay,
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.graph.traced import NoGrad, as_bytes, fixed, mark, new_memory, traced_function
 from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives.checks import (
-    refuse_second_derivative,
-    require_local,
-    require_no_tangent,
-    transforms_active,
-)
+from diptych.torch.primitives.checks import refuse_second_derivative, require_local, require_no_tangent
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.constants import Group as Group
 from diptych.torch.primitives.register import direct
+from diptych.torch.private.autograd import forward_level
+from diptych.torch.private.functorch import transforms_active
 from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, QuantizedTensorBase
 
 # --- the op ----------------------------------------------------------------------------------------------------------
@@ -163,7 +159,7 @@ class CustomOp:
 
     def __call__(self, arguments: Any) -> tuple[Tensor, ...]:
         """The outputs, differentiable where grad mode is on and an argument requires it."""
-        if forward_ad._current_level >= 0:
+        if forward_level() >= 0:
             self._refuse_tangents([getattr(arguments, name) for name, _ in self._kinds()])
         if transforms_active():
             return functorch.call(self, arguments)
@@ -180,7 +176,7 @@ class CustomOp:
     def eager(self, arguments: Any) -> tuple[Tensor, ...]:
         """Runs the op without making a node, for a caller that has checked that nothing traces."""
         held = arguments.__dict__
-        if forward_ad._current_level >= 0:
+        if forward_level() >= 0:
             self._refuse_tangents(held.values())
         if transforms_active():
             return functorch.call(self, arguments)

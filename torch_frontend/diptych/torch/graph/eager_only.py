@@ -72,7 +72,7 @@ def prepare() -> None:
 def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Called in traced code, inside of a transform of torch.func. Runs fn eagerly, or, as most backends have it, lets
     Dynamo run all of the transform eagerly; warns once. **Raises** what `EagerOnly` raises."""
-    from torch._dynamo.comptime import comptime  # importing it takes a second
+    from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
     comptime(before_leaving)
     return TRANSFORMS.run(fn, *args, **kwargs)

@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-_will_run = torch._C._will_engine_execute_node
+from diptych.torch.private.autograd import will_run
 
 
 class Parts:
@@ -46,6 +44,6 @@ def asked(ctx: Any, edges: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
 
 def _runs(node: Any) -> bool:
     try:
-        return _will_run(node)
+        return will_run(node)
     except RuntimeError:  # the gradient of a leaf that autograd.grad returns; or no engine runs, and all is computed
         return True

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from diptych.common.formats import FORMATS
 from diptych.common.ops import shapes
 from diptych.common.ops.grouped import grouped_shape
 from diptych.torch.primitives import gemm, grouped_matmul  # they define the ops  # noqa: F401
+from diptych.torch.private.dispatch import TorchDispatchMode, tree_map_only
+from diptych.torch.private.graphs import FakeTensorMode, fake_mode
 
 _Shape = tuple[int, ...]
 
@@ -62,7 +61,7 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=out)
         return out
@@ -72,14 +71,12 @@ def _without_memory(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-def register_node(node: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
+def register_node(node: Any, run: Callable[..., Any]) -> None:
     """Registers the count of a node, all of whose overloads must be defined: its implementation `run` is run on fake
     tensors, and its products are counted. Fake tensors keep their devices, which a node may make further tensors on."""
 
     def formula(*args: Any, out_val: Any = None) -> int:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # importing it takes a while
-
-        with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), _Count() as count:
+        with fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), _Count() as count:
             run(*tree_map_only(Tensor, _without_memory, args))
         return count.total
 

@@ -23,14 +23,11 @@ from torch import Tensor
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.torch.graph import eager_only
 from diptych.torch.graph.program import Layout, Memo, memo_of, split
-from diptych.torch.primitives.checks import outside_of_transforms, transforms_active, wrapped
+from diptych.torch.primitives.checks import outside_of_transforms, wrapped
 from diptych.torch.primitives.register import stacked
+from diptych.torch.private import functorch as transforms
+from diptych.torch.private.functorch import transforms_active
 from diptych.torch.tensors.quantized import QuantizedTensorBase
-
-_C: Any = torch._C._functorch  # type: ignore[attr-defined]
-_add_batch_dim: Any = torch._add_batch_dim  # type: ignore[attr-defined]  # of is_grads_batched
-_remove_batch_dim: Any = torch._remove_batch_dim  # type: ignore[attr-defined]
-
 
 # --- levels ----------------------------------------------------------------------------------------------------------
 
@@ -38,7 +35,7 @@ _remove_batch_dim: Any = torch._remove_batch_dim  # type: ignore[attr-defined]
 def requires_grad(t: Tensor | None) -> bool:
     """Whether a transform, or autograd below all of them, differentiates by t."""
     while t is not None and not t.requires_grad and wrapped(t):
-        t = _C.get_unwrapped(t)
+        t = transforms.unwrapped(t)
     return t is not None and t.requires_grad
 
 
@@ -46,24 +43,17 @@ def _batched_at(t: Any) -> set[int]:
     """Returns the levels of vmap that t has examples of."""
     found = set()
     while wrapped(t):
-        if _C.is_batchedtensor(t):
-            found.add(_C.maybe_get_level(t))
-        t = _C.get_unwrapped(t)
+        if transforms.is_batched(t):
+            found.add(transforms.level_of(t))
+        t = transforms.unwrapped(t)
     return found
-
-
-def _maps() -> list[Any]:
-    """Returns the vmaps that are running, outermost first."""
-    from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
-
-    return [each for each in retrieve_all_functorch_interpreters() if isinstance(each, VmapInterpreter)]
 
 
 def examples() -> int:
     """The number of examples that the vmaps around a call have together; 1 without one."""
     count = 1
     if transforms_active():
-        for each in _maps():
+        for each in transforms.vmaps():
             count *= each.batch_size()
     return count
 
@@ -74,14 +64,14 @@ def _spread(op: Any, rng: Tensor, draws: tuple[int, int], levels: set[int]) -> T
 
     **Raises** NotImplementedError unless each of them has randomness="different".
     """
-    maps = [each for each in _maps() if each.level() in levels]
+    maps = [each for each in transforms.vmaps() if each.level() in levels]
     for each in maps:
         if each.randomness() != "different":
             raise UnsupportedError(
                 f'{op.name}: stochastic rounding under vmap needs torch.func.vmap(..., randomness="different"), by '
                 f'which each example draws its own random bits; this one has randomness="{each.randomness()}"'
             )
-    with torch._C._DisableFuncTorch():  # type: ignore[attr-defined]
+    with transforms.hide_transforms():
         sizes = [each.batch_size() for each in maps]
         count = torch.Size(sizes).numel()
         step, after = draws
@@ -90,7 +80,7 @@ def _spread(op: Any, rng: Tensor, draws: tuple[int, int], levels: set[int]) -> T
         words = rng.view(torch.int64) + torch.cat([torch.zeros_like(steps), steps], -1)
         spread = words.view(torch.int32)
         for each in maps:
-            spread = _C._add_batch_dim(spread, 0, each.level())
+            spread = transforms.add_batch(spread, 0, each.level())
     return spread
 
 
@@ -355,7 +345,7 @@ class _Named:
 
 def below(name: str, run: Callable[..., Sequence[Tensor]], *tensors: Any, remedy: str = "") -> tuple[Tensor, ...]:
     """Returns the tensors run(*tensors), which a backward makes, run below all transforms."""
-    if any([_C.is_legacy_batchedtensor(t) for t in tensors]):
+    if any([transforms.is_legacy_batched(t) for t in tensors]):
         return _each_gradient(name, run, tensors)
     return Below.apply(_Named(run, name, remedy), *tensors)
 
@@ -366,7 +356,7 @@ def mapped(*grads: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     for g in grads:
-        if g is not None and _C.is_legacy_batchedtensor(g):
+        if g is not None and transforms.is_legacy_batched(g):
             return True
     return transforms_active()
 
@@ -374,15 +364,15 @@ def mapped(*grads: Tensor | None) -> bool:
 def _each_gradient(name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """Runs a function for each example of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is another one than
     torch.func's: it has levels, and no Functions."""
-    level = max(torch._C._vmapmode_increment_nesting() - 1, 1)  # a backward may run in a thread of its own, at 0
-    torch._C._vmapmode_decrement_nesting()
-    each = [_remove_batch_dim(t, level, 1, 0) if _C.is_legacy_batchedtensor(t) else None for t in tensors]
-    if any([t is not None and _C.is_legacy_batchedtensor(t) for t in each]):
+    level = max(transforms.legacy_level(), 1)  # a backward may run in a thread of its own, at 0
+    batched = transforms.is_legacy_batched
+    each = [transforms.remove_legacy_batch(t, level, 1, 0) if batched(t) else None for t in tensors]
+    if any([t is not None and batched(t) for t in each]):
         raise UnsupportedError(f"{name}: is_grads_batched inside of another one; use torch.func.vmap")
     made = []
     for i in range(max([t.shape[0] for t in each if t is not None])):
         made.append(run(*[t if all_of is None else all_of[i] for t, all_of in zip(tensors, each, strict=True)]))
-    return tuple([_add_batch_dim(stacked(results), 0, level) for results in zip(*made, strict=True)])
+    return tuple([transforms.add_legacy_batch(stacked(results), 0, level) for results in zip(*made, strict=True)])
 
 
 class Verb:

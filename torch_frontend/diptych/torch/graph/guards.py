@@ -1,14 +1,11 @@
-"""Access to Dynamo's variables, and diptych's own guards, which run before each run of a graph."""
+"""Diptych's own guards, which run before each run of a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-
-def variable(context: Any, local: str) -> Any:
-    """Dynamo's variable of a local of traced code."""
-    return context.get_local(local)._i_will_not_complain_if_bc_breaks_VariableTracker()
+from diptych.torch.private.graphs import variable
 
 
 def before_each_call(
@@ -20,7 +17,7 @@ def before_each_call(
     source = variable(context, local).source
     if source is None:  # made by the traced code itself
         return
-    from torch._dynamo.guards import install_guard  # importing it takes a second
+    from diptych.torch.private.dynamo import install_guard  # importing it takes a second
 
     def check(builder: Any, guard: Any) -> None:
         said = [f"{guard.name} can have what the graph reads of {local}"]

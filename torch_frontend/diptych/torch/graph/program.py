@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from diptych.core import _core
 from diptych.torch.graph.proto import proto_of
 from diptych.torch.primitives.register import RECORDABLE, direct, wrote
+from diptych.torch.private.autograd import saved_hooks
+from diptych.torch.private.dispatch import TorchDispatchMode, current_mode, drop_mode, mode_count, unsafe_view
 
 aten = torch.ops.aten
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 _UNSET = {aten.empty.memory_format, aten.new_empty.default}
 _ZEROS = {aten.zeros.default, aten.new_zeros.default}
@@ -58,7 +57,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _UNSET or func in _ZEROS:
             self.made[id(out)] = out, func in _ZEROS
-        elif (func.is_view or func is aten._unsafe_view.default) and _is_view(out, args[0]):
+        elif (func.is_view or func is unsafe_view.default) and _is_view(out, args[0]):
             self.views.append((out, args[0]))
         else:
             self.whole = False
@@ -72,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 def refuse() -> None:
     """Called by code that Python must run in each call: the call that is being recorded, if any, gets no program."""
-    recorder = _get_current_dispatch_mode()
+    recorder = current_mode()
     if isinstance(recorder, _Recorder):
         recorder.whole = False
 
@@ -105,15 +104,15 @@ def record(
     `alone`: the program allocates so many of the results one by one, and all others together, in a block of the
     returned layout, which it returns instead of them. None: all one by one; the layout is then empty.
     """
-    program, recorder, modes = _core.Program(), _Recorder(), torch._C._len_torch_dispatch_stack()
+    program, recorder, modes = _core.Program(), _Recorder(), mode_count()
     program.start()
     try:
         with recorder:
             results = call()
     finally:
         program.stop()
-        while torch._C._len_torch_dispatch_stack() > modes:  # an interrupt may have ended the recorder's own end
-            torch._C._pop_torch_dispatch_stack(None)
+        while mode_count() > modes:  # an interrupt may have ended the recorder's own end
+            drop_mode(None)
     origins = [recorder.origin(t) for t in results]
     whole = recorder.whole and len({id(t) for t in origins}) == len(origins)
     for t, origin in zip(results, origins, strict=True):
@@ -201,7 +200,7 @@ class Programs:
         """Returns call(*args), as above, with a key that equal constants share, and the program that ran if one did: it
         returns a block where it has a layout. The key may hold the id of `constants`. `alone`: as for `record`."""
         known = self._known.get(key)
-        if known is None or torch._C._len_torch_dispatch_stack():
+        if known is None or mode_count():
             if known is None:
                 if len(self._known) >= 4096:
                     self._known.pop(next(iter(self._known)), None)  # another thread may have removed it
@@ -260,7 +259,7 @@ class EagerForward:
         replay = None if self._replay is None else self._replay(arguments, needs)
         if replay is None:
             return *self._forward(arguments, needs), None
-        alone = 1 if needs and _top_hooks(True) is None else None
+        alone = 1 if needs and saved_hooks(True) is None else None
         made, learned = self._programs.repeat(replay, alone, self._flat, arguments, needs)
         return (made[0],), made[1:], learned
 

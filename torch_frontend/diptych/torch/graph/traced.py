@@ -12,6 +12,7 @@ from diptych.common.errors import UnsupportedError
 from diptych.torch.graph import functorch
 from diptych.torch.graph.fields import put, put_proto, put_sizes
 from diptych.torch.primitives.checks import refuse_second_derivative
+from diptych.torch.private.autograd import set_grad_enabled
 
 
 def mark(ctx: Any, op: Any, arguments: Any, needs: tuple[str, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -84,10 +85,10 @@ class NoGrad:
 
     def __enter__(self) -> None:
         self.before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self.before)
+        set_grad_enabled(self.before)
 
 
 def as_bytes(t: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from diptych.torch.layers.tensor_parallel import (
 )
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import require_device, require_high_precision, require_local
+from diptych.torch.private.dispatch import any_autocast
 from diptych.torch.state.autocast import recording
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.tensors.copies import pack, pick, unpack
@@ -272,7 +273,7 @@ def linear_with(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, recipe: Recipe, options: Options
 ) -> Tensor:
     """Runs `linear` with options that are gathered already."""
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_compiling() or any_autocast():
         device_type = x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))

@@ -52,8 +52,9 @@ from diptych.torch.layers.quantize import (
 from diptych.torch.layers.tensor_parallel import ROW, Cut, Exchange, whole_input, whole_input_gradient, whole_output
 from diptych.torch.layers.weight_gradients import Buffer
 from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.primitives.checks import transforms_active
 from diptych.torch.primitives.register import direct, traced_local
+from diptych.torch.private.dispatch import unsafe_view
+from diptych.torch.private.functorch import transforms_active
 from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.state.update import log_amax, record_pending
 from diptych.torch.tensors.copies import Copies, Operand, Spec, pack, pick, spec_of, unpack, values
@@ -120,7 +121,7 @@ def fprop(
         y = whole_output(y, bias, cut, options.group)
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.
-        y = torch.ops.aten._unsafe_view(y, (*leading, y.shape[1]))
+        y = unsafe_view(y, (*leading, y.shape[1]))
     return y, encoded_x, encoded_w
 
 
@@ -454,7 +455,7 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
         return op.eager(a)
     if transforms_active():
         return outside(run, op, x, recipe, options, *operands)
-    from torch._dynamo.comptime import comptime  # importing it takes a second
+    from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
     a, layers, pending = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands), [], []
     for i, given in enumerate(options):

@@ -21,6 +21,8 @@ from diptych.torch.layers.tensor_parallel import placed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import define, direct, wrote
+from diptych.torch.private.autograd import backward_pass
+from diptych.torch.private.dispatch import jit_traces
 from diptych.torch.state.checkpoint import SAVED, aside, require_saved, selective, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, record_amax
 from diptych.torch.tensors.copies import Copies, Spec
@@ -333,7 +335,7 @@ def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
     entry = taped_call(None, "compiled")
     if entry is not None and entry.rng is not None:
         return entry.rng.clone()
-    if torch._C._current_graph_task_id() != -1:
+    if backward_pass() != -1:
         raise UnsupportedError(
             "stochastic rounding in compiled code that a checkpoint recomputes: it would draw other bits than the "
             "forward did; use diptych.torch.checkpoint"
@@ -360,6 +362,6 @@ def rng_take(rng: Tensor, count: int) -> Tensor:
     of each quantize call of a layer, int32 [calls, 4], by the numbers of the calls, so that programs need not add."""
     if direct(rng, watched=True):
         return _rng_take_of_calls(rng, count)
-    if type(rng) is Tensor and not (torch.compiler.is_compiling() or torch._C._is_tracing()):
+    if type(rng) is Tensor and not (torch.compiler.is_compiling() or jit_traces()):
         return _rng_take(rng, count)  # in a transform of torch.func: no graph's call, and the caller tapes it
     return _rng_take_op(rng, count)

@@ -29,7 +29,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from diptych.common.errors import ShapeError, UnsupportedError
@@ -37,6 +36,7 @@ from diptych.common.formats import FORMATS
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.quantizers import ROW_AMAX, SQUARE, Quantizer
 from diptych.torch.primitives.quantize import transpose
+from diptych.torch.private.graphs import is_fake
 from diptych.torch.tensors.copies import Copies, Operand
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +35,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe, wrapped
+from diptych.torch.private.functorch import transforms_active
+from diptych.torch.private.sharding import (
+    BEFORE_BACKWARD,
+    active_ddp,
+    groups_of,
+    is_gathered,
+    module_states,
+    reduce_again,
+    reduced_parameters,
+)
 from diptych.torch.state.autocast import ASKED_OF_BACKWARD, STAGE_METHODS, STATE
 
 
@@ -100,7 +110,7 @@ class WeightGradients:
             torch.autograd.backward(nodes, [torch.empty_like(node) for node in nodes])
         groups = [fsdp_group(sink.weight) for sink, _ in waiting.values()]
         for group in dict.fromkeys([group for group in groups if group is not None]):
-            _reduce(group)
+            reduce_again(group)
 
 
 class Sink:
@@ -123,7 +133,7 @@ class Sink:
         """What forward reads instead of a weight whose gradient waits: its values, beyond the reach of its hooks."""
         if self.dry or not (self.owner.delay and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.weight
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             raise UnsupportedError(
                 "delay_wgrad_compute inside of a transform of torch.func: the transform returns what backward "
                 "computes, and this gradient waits for backward_dw; make the module without delay_wgrad_compute"
@@ -240,14 +250,6 @@ class Buffer:
 # --- reducers --------------------------------------------------------------------------------------------------------
 
 
-def fsdp_groups(state: Any) -> Iterator[Any]:
-    """The groups of parameters of one state of FSDP2, which gathers and reduces each as one."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 has one group for each state
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    yield from [group for group in groups if group is not None]
-
-
 # By the ids of gathered parameters, which FSDP2 keeps for good, and which a group holds: a key that is the parameter
 # would be kept alive by its own value.
 _groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -260,11 +262,9 @@ def fsdp_group(weight: Tensor) -> Any:
     known = _groups.get(id(weight))
     if known is not None and _holds(known, weight):
         return known
-    from torch.distributed._composable_state import _module_state_mapping
-
     # No comprehension: Dynamo would trace it as a function, and take its weak references for what they refer to.
-    for made in list(_module_state_mapping.values()):
-        for group in fsdp_groups(made()):
+    for made in module_states():
+        for group in groups_of(made()):
             if _holds(group, weight):
                 _groups[id(weight)] = group
                 return group
@@ -272,21 +272,12 @@ def fsdp_group(weight: Tensor) -> Any:
 
 
 def _holds(group: Any, weight: Tensor) -> bool:
-    return any([getattr(param, "_unsharded_param", None) is weight for param in group.fsdp_params])
-
-
-def _reduce(group: Any) -> None:
-    """Reduces gradients that a group's weights got after backward, as FSDP2 does at the end of backward."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    with torch.no_grad(), group.use_training_state(TrainingState.POST_BACKWARD):
-        group.post_backward()
-    group.finalize_backward()
+    return any([is_gathered(param, weight) for param in group.fsdp_params])
 
 
 def _reduces(ddp: DistributedDataParallel, leaves: list[Tensor]) -> bool:
     """Whether a wrapper reduces the gradient of one of these parameters."""
-    return any([p is leaf for p in ddp._module_parameters for leaf in leaves])
+    return any([p is leaf for p in reduced_parameters(ddp) for leaf in leaves])
 
 
 def _leaves(t: Any) -> list[Tensor]:
@@ -319,7 +310,7 @@ def _missed(fuse: bool, weight: Tensor) -> str:
             "fuse_wgrad_accumulation and delay_wgrad_compute under FullyShardedDataParallel: it reduces the "
             "gradient of its flat parameter once, in backward; shard by fully_shard, or make the module without them"
         )
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     wrapped = ddp is not None and (fuse or ddp.find_unused_parameters or ddp.static_graph) and _reduces(ddp, leaves)
     sharded = (fuse or weight.grad_fn is not None) and any([fsdp_group(leaf) is not None for leaf in leaves])
     if fuse and (wrapped or sharded):
@@ -404,5 +395,5 @@ def _scaling(scale_grads: Callable[..., None]) -> Callable[..., None]:
     return scaled
 
 
-STAGE_METHODS["_prepare_backward_infra"] = _before_backward
+STAGE_METHODS[BEFORE_BACKWARD] = _before_backward
 STAGE_METHODS["scale_grads"] = _scaling

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from diptych.common.errors import RankMismatchError, UnsupportedError
+from diptych.torch.private.dispatch import without_modes
+from diptych.torch.private.functorch import hide_transforms
 
 
 def described(value: Any) -> str:
@@ -80,7 +81,7 @@ def require_alike(op: str, values: Mapping[str, str], groups: Sequence[Any], dev
             f"{op}: ranks are compared at a first call; run it once before capturing it into a graph"
         )
     digest = hashlib.sha256(repr(list(values.items())).encode()).digest()
-    with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+    with without_modes(), hide_transforms(), torch.inference_mode(False), torch.no_grad():
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
         rows = _gathered(mine, groups).view(-1, len(digest))
         if bool((rows == mine).all()):

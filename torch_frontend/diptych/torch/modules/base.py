@@ -37,7 +37,8 @@ from diptych.torch.modules.tensor_parallel import TensorParallelModule
 from diptych.torch.modules.tracing import before_tracing, begin_again, make_states
 from diptych.torch.modules.weight_cache import WeightCache, kept_weight
 from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.primitives.checks import transforms_active
+from diptych.torch.private.autograd import backward_pass
+from diptych.torch.private.functorch import transforms_active
 from diptych.torch.state.autocast import (
     STATE,
     autocast,
@@ -197,7 +198,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
 
     def _eager_only(self, *weights: Tensor) -> eager_only.EagerOnly | None:
         """Called while tracing. Returns the reason that keeps a call with these weights out of the graph, or None."""
-        from torch._dynamo.comptime import comptime  # importing it takes a second
+        from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
         recipe, inside = self._active_recipe(), STATE.inside  # noqa: F841 - read below
         comptime(before_tracing)
@@ -282,13 +283,13 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
         call; `record`: whether the call records; a recomputation does what its forward did instead."""
         if not (plan.states or plan.needs_rng):
-            if record and torch._C._current_graph_task_id() == -1:
+            if record and backward_pass() == -1:
                 aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
             return None, None, None, record
         taped = taped_call(self, layer)
         if taped is not None:
             return taped.states, taped.rng, taped.scales, taped.record
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
                 f"({type(recipe).__name__}): a recomputation must find the scales and random bits of its forward; use "
@@ -346,7 +347,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
         """Does what `_states_for` does, for a traced call: states are made while tracing; the graph reads and writes
         them."""
-        from torch._dynamo.comptime import comptime  # importing it takes a second
+        from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
         comptime(make_states)
         states = self._layer_states(layer) if plan.states else None
@@ -373,8 +374,10 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         if states is not None and states.slots():
             states.prepare_for_graphs()
             made += [make_step_counter(device), *states.buffers()]
+        from diptych.torch.private.dynamo import static_address
+
         for t in made:
-            torch._dynamo.mark_static_address(t, guard=False)
+            static_address(t, guard=False)
 
     # --- calibration ---
 
@@ -389,7 +392,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
         y = product(x, weight, bias) if product else self._plain_linear(x, weight, bias, layer)
-        if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
+        if not s.plan.states or STATE.dry or backward_pass() != -1:
             return y
         states = aside(self._calibrate_operands, s.plan, layer, recipe, x, weight)
         gradients = [slot.name for slot in s.plan.states if slot.name.startswith("grad_output")]

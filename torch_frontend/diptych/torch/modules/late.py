@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from diptych.common.errors import LateStateWarning
+from diptych.torch.private.sharding import active_ddp
 
 
 class Sighting:
@@ -59,7 +60,7 @@ def forget(module: nn.Module) -> None:
 
 def _by_wrapper() -> Sighting | None:
     """The sighting of the DistributedDataParallel whose forward is running."""
-    wrapper: Any = nn.parallel.DistributedDataParallel._active_ddp_module
+    wrapper = active_ddp()
     if wrapper is None:
         return None
     return _wrappers.setdefault(wrapper, Sighting("DistributedDataParallel wrapped the model"))

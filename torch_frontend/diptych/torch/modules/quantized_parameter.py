@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from diptych.common.errors import LostUpdateWarning, ShapeError, UnsupportedError
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
+from diptych.torch.private.dispatch import new_alias, no_torch_function, schema, tree_flatten, tree_map
 from diptych.torch.tensors.quantized import (
     BUFFERS,
     QuantizedStack,
@@ -159,11 +159,11 @@ class _Values(Tensor):
     def of(plain: Any) -> Any:
         if not isinstance(plain, Tensor):
             return plain
-        made: Any = Tensor._make_subclass(_Values, plain)
+        made: Any = new_alias(_Values, plain)
         made.plain = plain
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,7 +177,7 @@ _kinds: dict[Any, str] = {}
 
 def _kind(func: Any) -> str:
     if func not in _kinds:
-        name, schema = func.overloadpacket.__name__, func._schema
+        name, given = func.overloadpacket.__name__, schema(func)
         if func.namespace == "c10d":
             kind = "collective"
         elif name.startswith("_fused_"):
@@ -186,9 +186,9 @@ def _kind(func: Any) -> str:
             kind = "like"
         elif torch.Tag.inplace_view in func.tags:
             kind = "refused"
-        elif schema.is_mutable:
+        elif given.is_mutable:
             kind = "write"
-        elif any(r.alias_info is not None for r in schema.returns):
+        elif any(r.alias_info is not None for r in given.returns):
             kind = "view"
         else:
             kind = "read" if _reads(func) else "refused"
@@ -385,7 +385,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = called(func)
     written: dict[int, tuple[QuantizedParameter, Tensor]] = {}
     read: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema(func).arguments):
         given = args[i] if i < len(args) else kwargs.get(argument.name)
         tensors = [t for t in tree_flatten(given)[0] if isinstance(t, (QuantizedParameter, _Values))]
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_tensor_v2
 
 from diptych.common.errors import CheckpointError
 from diptych.common.formats import LARGEST
+from diptych.torch.private.dispatch import REBUILD, rebuild_tensor
 
 EXTRA = "_extra_state"
 SLOTS = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}
@@ -49,7 +49,7 @@ def _storage(data: bytes) -> Any:
 
 _KNOWN = {
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    REBUILD: rebuild_tensor,
     ("_codecs", "encode"): codecs.encode,  # bytes, in protocol 2
     ("torch.storage", "_load_from_bytes"): _storage,
     ("torch", "Size"): torch.Size,

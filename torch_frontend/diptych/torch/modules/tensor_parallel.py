@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from diptych.common.errors import ArgumentError, RankMismatchError, ShapeError, UnsupportedError
 from diptych.common.layers.groups import HIGH_PRECISION
@@ -27,6 +26,7 @@ from diptych.torch.layers.tensor_parallel import COLUMN, ROW, Cut
 from diptych.torch.modules.agreement import described, require_alike
 from diptych.torch.modules.model_init import initial_recipe, initialize
 from diptych.torch.primitives.register import traced_local
+from diptych.torch.private.graphs import fake_mode
 from diptych.torch.state.autocast import amax_group
 from diptych.torch.state.checkpoint import aside
 
@@ -177,10 +177,10 @@ class TensorParallelModule(nn.Module):
         rank alone may have some, nor for those on the meta device."""
         if not torch.compiler.is_compiling():
             key = self._call_of(layer, plan, x.dtype)
-            if key not in (self._compared or ()) and not x.is_meta and detect_fake_mode() is None:
+            if key not in (self._compared or ()) and not x.is_meta and fake_mode() is None:
                 aside(self._compare, key, plan, recipe, x.device)
             return
-        from torch._dynamo.comptime import comptime  # importing it takes a second
+        from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
         dtype, device = x.dtype, x.device  # noqa: F841 - read below
         comptime(_compare_while_tracing)

@@ -24,6 +24,7 @@ from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
 from diptych.torch.layers.weight_gradients import require_while_tracing
 from diptych.torch.primitives.register import traced_local
+from diptych.torch.private.graphs import forget, output
 from diptych.torch.state.autocast import STATE, unrecorded, warn_without_regions
 
 # --- regions ----------------------------------------------------------------------------------------------
@@ -128,8 +129,8 @@ def make_states(context: Any) -> None:
     """Runs where Dynamo traces `QuantizedModule._compiled_states`."""
     names = ("self", "recipe", "layer", "device", "record")
     module, recipe, layer, device, record = [traced_local(context, name) for name in names]
-    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
-    ready = _Ready(module, recipe, layer, device, record, vars(output).setdefault("_seeds_of_diptych", _Seeds()))
+    seeds = vars(output(context)).setdefault("_seeds_of_diptych", _Seeds())
+    ready = _Ready(module, recipe, layer, device, record, seeds)
     before, seeded = _names(module), "rng_state" in module._buffers
     ready.make(module)
     if ready.needs_rng and not seeded:
@@ -143,7 +144,7 @@ def make_states(context: Any) -> None:
 def begin_again(_: Any) -> None:
     """Runs where traced code does not find states that exist, because Dynamo read their dict before they were made.
     Makes Dynamo trace the whole function again."""
-    from torch._dynamo.exc import RestartAnalysis
+    from diptych.torch.private.dynamo import RestartAnalysis
 
     raise RestartAnalysis(restart_reason="diptych made states of a module that was looked at before")
 
@@ -160,14 +161,9 @@ def _names(module: nn.Module) -> list[tuple[int, int, int]]:
 def _forget(context: Any, module: nn.Module) -> None:
     """Makes Dynamo read dicts again that have got states since it read them. A dict that the traced code has changed
     stays as it is (`begin_again`)."""
-    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
-    effects = output.side_effects
     for holder in _holders(module):
         for held in (holder._modules, holder._buffers):
-            seen = effects.id_to_variable.get(id(held))
-            if seen is not None and not effects.is_modified(seen):
-                del effects.id_to_variable[id(held)]
-                output.variable_tracker_cache.pop(seen.source, None)
+            forget(context, held)
 
 
 # --- seeds ------------------------------------------------------------------------------------------------
@@ -205,12 +201,7 @@ class _Seeds:
 def _keep_drawn() -> None:
     """Keeps torch's CPU generator where drawing a seed has left it. torch sets it back to where it was before the
     frame was traced; then the modules of the next frame would draw the same seeds again."""
-    from torch._dynamo.callback import callback_handler
+    from diptych.torch.private.dynamo import after_tracing
 
     drawn = torch.random.get_rng_state()
-
-    def set_again(_: Any) -> None:
-        torch.random.set_rng_state(drawn)
-        callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c is not set_again]
-
-    callback_handler.register_end_callback(set_again)
+    after_tracing(lambda: torch.random.set_rng_state(drawn))

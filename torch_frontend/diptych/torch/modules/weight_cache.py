@@ -67,7 +67,7 @@ class WeightCache:
             )
         compiling = torch.compiler.is_compiling()
         if compiling:
-            from torch._dynamo.comptime import comptime  # importing it takes a second
+            from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
             skips = skip is not None  # noqa: F841 - read below
             comptime(_bound_while_tracing)
@@ -110,11 +110,13 @@ class WeightCache:
                 if copy is not None:
                     buffers[side] = (copy[0], _storable(copy[1]), *copy[2:])
         before = self.copies if self.key == key else None
+        from diptych.torch.private.dynamo import static_address  # importing it takes a second
+
         self.key, self.copies, self.bound = key, tuple(buffers), True
         for copy in self.copies:
             for t in (copy or ())[:3]:
                 if t is not None:
-                    torch._dynamo.mark_static_address(t, guard=False)
+                    static_address(t, guard=False)
         self.valid = None
         if before is not None:
             for old, t in _pairs(self.copies, before):
@@ -207,11 +209,13 @@ class _Bound:
         self.checked = threading.local()  # `cache`: weak reference to what this thread has checked last
 
     def bind(self, cache: WeightCache) -> None:
+        from diptych.torch.private.dynamo import static_address  # importing it takes a second
+
         with torch.inference_mode(False), torch.no_grad():
             cache.bind(self.calls, self.shape, self.device)
             if self.skips and cache.valid is None:
                 cache.valid = torch.full((1,), cache.content == "kept", device=self.device)
-                torch._dynamo.mark_static_address(cache.valid, guard=False)
+                static_address(cache.valid, guard=False)
 
     def __call__(self, cache: Any) -> bool:
         """Returns whether a graph that was traced under this guard may run."""
@@ -271,7 +275,7 @@ def kept_weight(module: Any, layer: str, weight: Tensor, recipe: Recipe, options
     """Returns the copies of a module's weight that is kept across microbatches. A recomputation takes those of its
     forward, and keeps none. `given`: the last arguments of `WeightCache.get`."""
     if torch.compiler.is_compiling():
-        from torch._dynamo.comptime import comptime  # importing it takes a second
+        from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
         comptime(_made_while_tracing)
         # A norm before the layer needs dgrad, whether x does or not.

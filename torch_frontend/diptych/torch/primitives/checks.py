@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
@@ -26,6 +25,9 @@ from diptych.common.ops.operand import Operand
 from diptych.common.ops.quantize import CopyOperands
 from diptych.common.quantizers import Quantizer
 from diptych.core import _core
+from diptych.torch.private.autograd import forward_level
+from diptych.torch.private.dispatch import check
+from diptych.torch.private.functorch import is_wrapped, without_interpreters
 
 Copy = tuple[Tensor, Tensor, Tensor | None, int, bool]
 
@@ -111,12 +113,9 @@ def require_no_grad(op: str, *tensors: Tensor | None) -> None:
             )
 
 
-transforms_active = torch._C._are_functorch_transforms_active
-
-
 def wrapped(t: Any) -> bool:
     """Whether a tensor is one that a transform of torch.func shows to its function."""
-    return isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t)  # type: ignore[attr-defined]
+    return isinstance(t, Tensor) and is_wrapped(t)
 
 
 def outside_of_transforms(op: str, run: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -130,19 +129,17 @@ def outside_of_transforms(op: str, run: Callable[..., Any], *args: Any, **named:
             f"{op}: an argument is a tensor of a transform of torch.func, in which quantized tensors have no place; "
             "use a layer there, such as diptych.torch.linear, or call this outside of the transform"
         )
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
+    with without_interpreters():
         return run(*args, **named)
 
 
 def require_no_tangent(op: str, *tensors: Any) -> None:
     """**Raises** NotImplementedError where an argument carries the tangent of forward-mode differentiation: an op would
     drop it, so that the derivative would be 0."""
-    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+    if forward_level() < 0 or torch.compiler.is_compiling():
         return
     for t in tensors:
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+        if isinstance(t, Tensor) and torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
             raise UnsupportedError(
                 f"{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), and an argument has "
                 "a tangent: differentiate in reverse mode, or pass the primal alone"
@@ -168,7 +165,7 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
         elif _static(c.lhs, c.rhs):
             shapes.check((c,))
         else:
-            torch._check(c.lhs == c.rhs, lambda c=c: c.words())
+            check(c.lhs == c.rhs, lambda c=c: c.words())
 
 
 _PLAIN = (Tensor, Parameter)

@@ -24,14 +24,17 @@ import torch
 
 from diptych.common.quantizers import Quantizer
 from diptych.common.value import Value
+from diptych.torch.private.opaque import (
+    AVAILABLE,
+    MemberType,
+    OpaqueMeta,
+    group_named,
+    opaque_name,
+    register_groups,
+    register_opaque,
+)
 
-try:
-    from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
-    from torch._opaque_base import OpaqueBaseMeta
-
-    AVAILABLE = True
-except ImportError:  # pragma: no cover - no supported torch lacks it
-    AVAILABLE = False
+if not AVAILABLE:  # pragma: no cover - no supported torch lacks them
     warnings.warn(
         f"torch {torch.__version__} has no opaque types: diptych runs eagerly, and torch.compile breaks graphs at it",
         RuntimeWarning,
@@ -91,23 +94,23 @@ def register(cls: type[Value]) -> None:
     try:
         _register(cls)
     except TypeError:
-        if isinstance(cls, OpaqueBaseMeta):
+        if isinstance(cls, OpaqueMeta):
             raise
-        swap_metaclass(Value, OpaqueBaseMeta)
+        swap_metaclass(Value, OpaqueMeta)
         _register(cls)
 
 
 def _register(cls: type[Value]) -> None:
     try:
-        register_opaque_type(cls, typ="value", members=members(cls))
+        register_opaque(cls, typ="value", members=members(cls))
     except RuntimeError as error:  # a class defined anew under its name, as in a notebook's cell
-        if "already registered" not in str(error) or get_opaque_type_name(cls) is None:
+        if "already registered" not in str(error) or opaque_name(cls) is None:
             raise
 
 
 def schema_type(cls: type[Value]) -> str:
     """The name of a registered class in an op's schema."""
-    return get_opaque_type_name(cls)
+    return opaque_name(cls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +126,10 @@ class Group:
 
 def _group_type() -> str:
     """Returns the type of a process group in schemas. Where torch has none (2.11), a group is passed by its name."""
-    if not (AVAILABLE and torch.distributed.is_available()):
+    if register_groups is None or not (AVAILABLE and torch.distributed.is_available()):
         return "str"
-    try:
-        from torch.distributed.device_mesh import _register_distributed_opaque_types
-    except ImportError:
-        return "str"
-    _register_distributed_opaque_types()
-    return get_opaque_type_name(torch.distributed.ProcessGroup)
+    register_groups()
+    return opaque_name(torch.distributed.ProcessGroup)
 
 
 GROUP_TYPE = _group_type()
@@ -145,7 +144,7 @@ def group_of(argument: Any) -> Any:
     """Returns the process group from an op's argument."""
     if not isinstance(argument, str):
         return argument
-    return torch.distributed.distributed_c10d._resolve_process_group(argument)  # type: ignore
+    return group_named(argument)
 
 
 def _on_new_subclass(cls: type[Value], **kwargs: Any) -> None:

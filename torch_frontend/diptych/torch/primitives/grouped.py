@@ -43,6 +43,7 @@ from diptych.torch.primitives.checks import (
 )
 from diptych.torch.primitives.gemm import COPIES, OPTIONS
 from diptych.torch.primitives.register import allocator, contiguous, define, direct, workspace, wrote
+from diptych.torch.private.graphs import run_eagerly
 
 _KINDS = _core.group_kinds()
 _COMPUTE, _GIVEN = 0, 1  # AmaxMode in ops.h
@@ -357,7 +358,7 @@ if constants.AVAILABLE:
         recordable=True,
     )
 else:  # pragma: no cover - no supported torch
-    _quantize_stack_op = torch._disable_dynamo(_quantize_stack)  # type: ignore[attr-defined]
+    _quantize_stack_op = run_eagerly(_quantize_stack)
 
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------

@@ -37,6 +37,7 @@ from diptych.torch.primitives.checks import (
     require_out_dtype,
 )
 from diptych.torch.primitives.register import define, direct, fake_buffers, layout, new_buffers, run, wrote
+from diptych.torch.private.graphs import run_eagerly
 
 _COMPUTE, _GIVEN, _ACCUMULATE = 0, 1, 2  # AmaxMode in ops.h
 
@@ -260,10 +261,10 @@ if constants.AVAILABLE:
         "empty", f"(SymInt[] shape, {_QUANTIZER} quantizer, Device device) -> Tensor[]", _empty, _empty, _EVERY
     )
 else:  # pragma: no cover - no supported torch
-    _empty_op = torch._disable_dynamo(_empty)  # type: ignore[attr-defined]
-    _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
-    _quantize_again_op = torch._disable_dynamo(_quantize_again)  # type: ignore[attr-defined]
-    _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
+    _empty_op = run_eagerly(_empty)
+    _quantize_op = run_eagerly(_quantize)
+    _quantize_again_op = run_eagerly(_quantize_again)
+    _quantize_delayed_op = run_eagerly(_both(_quantize_delayed))
 
 
 _transpose_op = define("transpose", "(Tensor x) -> Tensor", _transpose, _transpose_fake)

@@ -8,21 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.fake_class_registry import FakeScriptObject
-from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.torch.primitives.checks import Copy, enforce, require_local, require_no_grad, require_no_tangent
-
-_profiler = torch.autograd.profiler  # its flag covers all threads: a backward may run in another one
-
-
-_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
-
+from diptych.torch.private.autograd import forward_level, increment_version, profiled
+from diptych.torch.private.dispatch import below_autograd as autograd_passed
+from diptych.torch.private.dispatch import jit_traces, mode_count, schema, tree_map
+from diptych.torch.private.functorch import interpreter_stack
+from diptych.torch.private.graphs import FakeScriptObject, variable
 
 # Where each buffer of `quantize` stands in the core's argument list.
 _PLACES = {
@@ -109,7 +105,7 @@ def define(
     backends: tuple[str, ...] = ("CPU", "CUDA"),
     buffers: bool = False,
     recordable: bool = False,
-) -> torch._ops.OpOverload:
+) -> Any:
     """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative.
 
     `buffers`: no argument can require grad, so that check is left out. `recordable`: `real` allocates and calls the
@@ -125,7 +121,7 @@ def define(
     torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.diptych, name).default
     torch.library.register_vmap(overload, _rule_of_vmap(overload), lib=_LIBRARY)
-    names = [a.name for a in overload._schema.arguments]
+    names = [a.name for a in schema(overload).arguments]
     if recordable:
         RECORDABLE[overload] = real
     if buffers:
@@ -133,28 +129,28 @@ def define(
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        for argument, t in zip(overload._schema.arguments, args, strict=False):
+        for argument, t in zip(schema(overload).arguments, args, strict=False):
             require_local(f"diptych::{name}", argument.name, t)
         require_no_grad(f"diptych::{name}", *(t for t in given if isinstance(t, Tensor)))
         require_no_tangent(
             f"diptych::{name}", *(t for a in given for t in (a if isinstance(a, (list, tuple)) else (a,)))
         )
-        with torch._C._AutoDispatchBelowAutograd():
+        with autograd_passed():
             return overload(*args, **kwargs)
 
     _LIBRARY.impl(name, below_autograd, "Autograd")
     return overload
 
 
-def _rule_of_vmap(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _rule_of_vmap(op: Any) -> Callable[..., Any]:
     """Returns the rule of an op under torch.func.vmap: it runs once for each example, with the bits of separate
     calls."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-        if op._schema.is_mutable:
-            raise UnsupportedError(f"{op._schema.name} writes to an argument, and has no rule for torch.func.vmap")
+        if schema(op).is_mutable:
+            raise UnsupportedError(f"{schema(op).name} writes to an argument, and has no rule for torch.func.vmap")
         if info.batch_size == 0:
-            raise ShapeError(f"{op._schema.name}: vmap over a dimension of size 0, which has no example to run")
+            raise ShapeError(f"{schema(op).name}: vmap over a dimension of size 0, which has no example to run")
         made = []
         for i in range(info.batch_size):
             made.append(op(*tree_map(lambda t, d, i=i: t if d is None else t.select(d, i), list(args), list(in_dims))))
@@ -180,13 +176,13 @@ def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False
     `unnamed`: a profiler does not prevent it, because the ops that the call runs have names of their own. `watched`:
     dispatch modes do not prevent it either, because seeing those ops is enough for them.
     """
-    if torch.compiler.is_compiling() or _interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or interpreter_stack() is not None:
         return False
-    if forward_ad._current_level >= 0:
+    if forward_level() >= 0:
         return False
-    if _profiler._is_profiler_enabled and not (unnamed or watched):
+    if not (unnamed or watched) and profiled():
         return False
-    if (OBSERVERS or torch._C._len_torch_dispatch_stack()) and not watched:
+    if not watched and (OBSERVERS or mode_count()):
         return False
     for t in tensors:
         if t is None:
@@ -195,17 +191,17 @@ def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False
             return False
         if t.is_meta or t.is_neg() or t.layout is not torch.strided:
             return False
-    return not torch._C._is_tracing()
+    return not jit_traces()
 
 
 def wrote(*tensors: Tensor) -> None:
     """Increments version counters, so that autograd notices a write to a tensor that was saved for backward."""
-    torch._C._increment_version([t for t in tensors if not t.is_inference()])
+    increment_version([t for t in tensors if not t.is_inference()])
 
 
 def traced_local(context: Any, name: str) -> Any:
     """Returns the real object of a local of traced code, for code that runs through `comptime`."""
-    tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    tracked = variable(context, name)
     value = tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
     return value.real_obj if isinstance(value, FakeScriptObject) else value  # torch 2.11 wraps constants
 

@@ -26,7 +26,10 @@ from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch.graph.eager_only import outside
 from diptych.torch.graph.engine import run_part
 from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
-from diptych.torch.primitives.checks import transforms_active
+from diptych.torch.private.autograd import backward_pass
+from diptych.torch.private.functorch import hide_transforms, transforms_active
+from diptych.torch.private.graphs import exporting
+from diptych.torch.private.sharding import INFERENCE, STAGE_CLASSES, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -104,7 +107,7 @@ ASKED_OF_BACKWARD: list[Callable[[Any, Any, bool], Any]] = []
 def unrecorded() -> bool:
     """Whether this is a backward pass, outside of recomputations and of regions that were entered in it: nothing says
     then which region a call belongs to."""
-    return not (STATE.inside or STATE.played) and torch._C._current_graph_task_id() != -1
+    return not (STATE.inside or STATE.played) and backward_pass() != -1
 
 
 class _Process:
@@ -156,8 +159,10 @@ def _before_steps_are_traced(context: Any) -> None:
     made = [make_step_counter(torch.device("cpu"))]
     if torch.cuda.is_initialized():
         made.append(make_step_counter(torch.device("cuda", torch.cuda.current_device())))
+    from diptych.torch.private.dynamo import static_address
+
     for step in made:
-        torch._dynamo.mark_static_address(step, guard=False)
+        static_address(step, guard=False)
 
 
 def is_autocast_enabled() -> bool:
@@ -237,18 +242,18 @@ class autocast:
         if not compiling:
             _at_entry()
         counted = self.enabled or self.calibrating
-        # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.) Nor does a backward pass.
-        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:
+        # An exported program counts no steps. Nor does a backward pass.
+        if counted and STATE.depth == 0 and not exporting():
             if compiling:
                 if transforms_active():  # the counters are not their tensors
                     return outside(self.__enter__)
-                from torch._dynamo.comptime import comptime  # importing it takes a second
+                from diptych.torch.private.dynamo import comptime  # importing it takes a second
 
                 comptime(_before_steps_are_traced)
                 _count_step()
-            elif torch._C._current_graph_task_id() == -1:
+            elif backward_pass() == -1:
                 if transforms_active():
-                    with torch._C._DisableFuncTorch():
+                    with hide_transforms():
                         _count_step()
                 else:
                     _count_step()
@@ -340,11 +345,8 @@ class dry_run:
         return wrapped  # type: ignore[return-value]
 
 
-_STAGES = "torch.distributed.pipelining.stage"
 # By a method of torch's stages, of which some are there in some versions only: what wraps it.
-STAGE_METHODS: dict[str, Callable[[Any], Any]] = dict.fromkeys(
-    ("_shape_inference", "_forward_metadata_inference"), dry_run()
-)
+STAGE_METHODS: dict[str, Callable[[Any], Any]] = dict.fromkeys(INFERENCE, dry_run())
 _recognized: dict[tuple[str, str], Any] = {}
 
 
@@ -355,8 +357,8 @@ def recognize_pipelines() -> None:
     It may run in grad mode on uninitialised memory, where neither a module nor a graph's guards can tell it from
     training.
     """
-    for kind in ("PipelineStage", "_PipelineStage"):
-        stage: Any = getattr(sys.modules.get(_STAGES), kind, None)
+    for kind in STAGE_CLASSES:
+        stage: Any = getattr(sys.modules.get(STAGES), kind, None)
         for name, wrap in STAGE_METHODS.items():
             method = getattr(stage, name, None)
             if method is not None and method is not _recognized.get((kind, name)):
@@ -364,5 +366,5 @@ def recognize_pipelines() -> None:
                 setattr(stage, name, _recognized[kind, name])
 
 
-AT_ENTRY: dict[str, Callable[[], None]] = {_STAGES: recognize_pipelines}
+AT_ENTRY: dict[str, Callable[[], None]] = {STAGES: recognize_pipelines}
 """By the name of a module of torch that may be imported late: what is done once with it where a region is entered."""

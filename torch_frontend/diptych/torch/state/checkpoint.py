@@ -18,14 +18,24 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.fx.traceback import get_current_meta
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.te_arguments import absorb
 from diptych.torch.graph.engine import run_part
+from diptych.torch.private.autograd import ENGINE, ENGINE_USERS
+from diptych.torch.private.checkpointing import (
+    COMPOSABLE,
+    GENERATOR,
+    OPTIONS_BY_NAME,
+    CachedMode,
+    CachingMode,
+    debug_forced,
+)
+from diptych.torch.private.dispatch import mode_count, mode_stack, pop_mode, push_mode
+from diptych.torch.private.functorch import hide_transforms, transforms_active
+from diptych.torch.private.graphs import DYNAMO, fake_mode
 from diptych.torch.state.autocast import (
     AT_ENTRY,
     STATE,
@@ -168,42 +178,39 @@ def tape_call(
 # torch's modes pair the ops of a recomputation with those of its forward, by their order. Ops that touch states alone
 # run once, in the forward; the modes do not see them.
 
-_SELECTIVE = (
-    torch.utils.checkpoint._CachingTorchDispatchMode,
-    torch.utils.checkpoint._CachedTorchDispatchMode,
-)
+_SELECTIVE = (CachingMode, CachedMode)
 
 
 def selective() -> bool:
     """Whether a selective checkpoint sees the ops of this thread."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or not mode_count():
         return False
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _SELECTIVE) for mode in mode_stack())
 
 
 def aside(fn: Callable[..., T], *args: Any) -> T:
     """Runs fn(*args) hidden from selective checkpoints and from transforms of torch.func."""
-    if torch._C._are_functorch_transforms_active():
-        with torch._C._DisableFuncTorch():  # type: ignore[attr-defined]
+    if transforms_active():
+        with hide_transforms():
             return fn(*args)
     if not selective():
         return fn(*args)
-    modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    modes: list[Any] = [pop_mode() for _ in range(mode_count())][::-1]
     others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
     for mode in others:
-        _push_mode(mode)
+        push_mode(mode)
     try:
         return fn(*args)
     finally:
         for _ in others:
-            _pop_mode()
+            pop_mode()
         for mode in modes:
-            _push_mode(mode)
+            push_mode(mode)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` for torch.utils.checkpoint (non-reentrant), directly or through another library's options."""
-    if detect_fake_mode() is not None:
+    if fake_mode() is not None:
         return _graph_contexts()
     tape = _Tape()
     return Taping(tape), PlayingBack(tape)
@@ -215,7 +222,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 # The results of ops on states are saved instead: updated scales and the random states that were taken.
 
 
-class _Saving(torch.utils.checkpoint._CachingTorchDispatchMode):
+class _Saving(CachingMode):
     """torch's mode that tags the nodes of a checkpoint, recognizable by the ops that it runs."""
 
     @staticmethod
@@ -335,13 +342,6 @@ def checkpoint(
 # too. Where a version of torch lacks one of them it is left out: a module that is recomputed then finds no region, and
 # refuses by name if it had one (`QuantizedModule`).
 
-# What every checkpoint without reentrant autograd calls: before torch 2.14 the first of the two.
-_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
-_GENERATOR = [name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)][-1]
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports the generator by its name
-_ENGINE = "_engine_run_backward"
-_DYNAMO = "torch._dynamo.eval_frame"
-
 
 class _Both(AbstractContextManager):  # type: ignore[type-arg]
     """Two contexts as one, the second inside of the first."""
@@ -390,7 +390,7 @@ def _taped_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return generator(fn, args, kwargs, context_fn=_contexts_of(fn, context_fn, debug), debug=debug, **how)
 
-    return taped_since_2_14 if _GENERATOR.endswith("_impl") else taped
+    return taped_since_2_14 if OPTIONS_BY_NAME else taped
 
 
 def _contexts_of(fn: Any, given: Any, debug: bool) -> Any:
@@ -400,10 +400,10 @@ def _contexts_of(fn: Any, given: Any, debug: bool) -> Any:
         return [_Both(*pair) for pair in zip(checkpoint_contexts(), given(), strict=True)]
 
     # torch refuses contexts together with `debug`; a checkpoint in a graph recomputes by the graph.
-    forced = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+    forced = debug_forced()
     debugged = debug if forced is None else forced
     known = isinstance(fn, Taped) or given is checkpoint_contexts
-    if debugged or known or detect_fake_mode() is not None:
+    if debugged or known or fake_mode() is not None:
         return given
     return checkpoint_contexts if given is torch.utils.checkpoint.noop_context_fn else contexts
 
@@ -411,7 +411,7 @@ def _contexts_of(fn: Any, given: Any, debug: bool) -> Any:
 def _taped_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def taped(run_function: Any, *args: Any) -> Any:
-        known = isinstance(run_function, Taped) or detect_fake_mode() is not None
+        known = isinstance(run_function, Taped) or fake_mode() is not None
         return apply(run_function if known else Taped(run_function), *args)
 
     return taped
@@ -430,13 +430,13 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 
 def adopt() -> None:
     """Makes torch's checkpoints and backward passes carry regions. Repeating it has no effect."""
-    _replace(torch.utils.checkpoint, _GENERATOR, _taped_generator)
+    _replace(torch.utils.checkpoint, GENERATOR, _taped_generator)
     _replace(torch.utils.checkpoint.CheckpointFunction, "apply", _taped_apply)
-    for module in (torch.autograd.graph, torch.autograd):
-        _replace(module, _ENGINE, outside_of_regions)
+    for module in ENGINE_USERS:
+        _replace(module, ENGINE, outside_of_regions)
     _adopt_composable()
-    AT_ENTRY[_COMPOSABLE] = _adopt_composable
-    AT_ENTRY[_DYNAMO] = _skip_frames
+    AT_ENTRY[COMPOSABLE] = _adopt_composable
+    AT_ENTRY[DYNAMO] = _skip_frames
 
 
 _CONTEXTS = (Taping, PlayingBack, _Both, autocast, dry_run)
@@ -454,11 +454,13 @@ _frames = [function.__code__ for function in _ENTERED]
 def _skip_frames() -> None:
     """Makes Dynamo, once it is imported, not trace frames of regions and of this mechanism by themselves, where a graph
     breaks inside of a region or around a checkpoint or a backward pass: `STATE` would be wrong afterwards."""
+    from diptych.torch.private.dynamo import skip_code
+
     for code in _frames:
-        sys.modules[_DYNAMO].skip_code(code)
+        skip_code(code)
 
 
 def _adopt_composable() -> None:
-    composable = sys.modules.get(_COMPOSABLE)
+    composable = sys.modules.get(COMPOSABLE)
     if composable is not None:
-        setattr(composable, _GENERATOR, getattr(torch.utils.checkpoint, _GENERATOR))
+        setattr(composable, GENERATOR, getattr(torch.utils.checkpoint, GENERATOR))

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning
 from diptych.common.layers.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.primitives.checks import describe
+from diptych.torch.private.graphs import fake_mode
+from diptych.torch.private.sharding import active_ddp
 from diptych.torch.state.checkpoint import aside
 from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all, update_eagerly
 
@@ -150,7 +151,7 @@ class ScaleSlot(_Float32):
 
 def has_values(*tensors: Tensor) -> bool:
     """Whether the tensors have values that can be read: none is on meta or fake."""
-    return not any([t.is_meta for t in tensors]) and detect_fake_mode(tensors) is None
+    return not any([t.is_meta for t in tensors]) and fake_mode(tensors) is None
 
 
 class StepScales:
@@ -404,7 +405,7 @@ def keep_from_broadcast(states: ScaleStates) -> None:
     The wrapper lists the buffers anew in each forward, without the names in `parameters_to_ignore`; the first forward
     that uses the states adds theirs. One broadcast comes before that, so all ranks start with the states of rank 0.
     """
-    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    wrapper = active_ddp()
     if wrapper is None or (states.wrapper is not None and states.wrapper() is wrapper):
         return
     own = {id(b) for b in states.buffers()}

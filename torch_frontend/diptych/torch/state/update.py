@@ -31,6 +31,8 @@ from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.primitives.scale_update import Update
+from diptych.torch.private.autograd import backward_pass
+from diptych.torch.private.dispatch import assert_async, foreach_copy_
 from diptych.torch.state.checkpoint import SAVED, require_saved, tape_call, taped_call
 
 LOGGED = 1024  # the most backwards of a layer between two updates
@@ -217,7 +219,7 @@ class JointUpdate:
         scale_update_ops.scale_update_many(updates)
         seen = [one._buffers["seen"] for one in states if one._buffers["seen"] is not None]
         if seen:
-            torch._foreach_copy_(seen, [step] * len(seen))  # type: ignore[attr-defined]
+            foreach_copy_(seen, [step] * len(seen))
         first = 0
         for one in states:
             count = len(one._in_order())
@@ -297,11 +299,11 @@ def _update_in_graph(
             "in a later autocast region; run backward before that, or checkpoint inside of the compiled function"
         )
         if same.is_cuda:
-            torch.ops.aten._assert_async.msg(same, said)
+            assert_async(same, said)
         elif not same.item():
             raise UnsupportedError(said)
         return torch.cat(scales)
-    if torch._C._current_graph_task_id() != -1:
+    if backward_pass() != -1:
         raise UnsupportedError(
             "delayed scaling in compiled code that a checkpoint recomputes: it would update scales again; "
             "use diptych.torch.checkpoint"

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
@@ -34,9 +32,11 @@ from diptych.torch.primitives.checks import (
     outside_of_transforms,
     require_local,
     require_no_tangent,
-    transforms_active,
     wrapped,
 )
+from diptych.torch.private.dispatch import can_decompose, new_wrapper, no_torch_function, tree_map
+from diptych.torch.private.functorch import transforms_active
+from diptych.torch.private.graphs import FakeTensor
 
 BUFFERS = (
     "rowwise_data",
@@ -80,7 +80,7 @@ class QuantizedTensorBase(Tensor):
             )
         if data is None:
             raise ValueError(f"a {cls.kind.__name__} holds a rowwise or a columnwise copy, and neither was given")
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device, requires_grad=False)
+        self = new_wrapper(cls, shape, dtype=dtype, device=data.device, requires_grad=False)
         self.quantizer = quantizer
         self.rowwise_data = rowwise_data
         self.rowwise_scale_inv = rowwise_scale_inv
@@ -258,7 +258,7 @@ class QuantizedTensorBase(Tensor):
             memo[id(self)] = self.detach().clone()
         return memo[id(self)]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -330,7 +330,7 @@ def called(func: Any) -> str:
 def in_parts(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a composite operator as its parts, which inference mode does not do itself; returns NotImplemented for
     others."""
-    return func.decompose(*args, **(kwargs or {})) if func._can_decompose() else NotImplemented
+    return func.decompose(*args, **(kwargs or {})) if can_decompose(func) else NotImplemented
 
 
 def outside_inference() -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.primitives.checks import HIGH_PRECISION
+from diptych.torch.private.dispatch import pin_memory, to_copy
 from diptych.torch.tensors.quantized import (
     HANDLERS,
     QuantizedStack,
@@ -129,10 +130,10 @@ HANDLERS.update(
         aten.as_strided.default: _strided_whole,
         aten.view.default: _viewed_whole,
         aten.clone.default: _same,
-        aten._to_copy.default: _to,
+        to_copy: _to,
         aten.empty_like.default: _to,
         aten.is_pinned.default: _in_all,
-        aten._pin_memory.default: _pinned,
+        pin_memory: _pinned,
         aten.record_stream.default: _record_stream,
         aten.copy_.default: _copy_,
         aten.equal.default: _equal,

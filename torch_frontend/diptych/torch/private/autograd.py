@@ -1,0 +1,26 @@
+"""torch's autograd: its engine, version counters, hooks, and the flags of grad mode, forward mode and the profiler."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.torch.private.require import flag, known, need
+
+backward_pass = need("to tell a backward pass from a forward", "torch._C._current_graph_task_id")  # -1: none runs
+will_run = need("to compute the gradients that are asked for alone", "torch._C._will_engine_execute_node")
+saved_hooks = need("to see hooks of saved tensors", "torch._C._autograd._top_saved_tensors_default_hooks")
+set_grad_enabled = need("to switch grad mode inside of a node", "torch._C._set_grad_enabled")
+
+_VERSIONS = "to let autograd notice writes to saved tensors"
+increment_version = need(_VERSIONS, "torch._C._increment_version")
+keep_version = need(_VERSIONS, "torch.autograd._unsafe_preserve_version_counter")  # a context: writes are not counted
+
+forward_level = flag("to refuse forward-mode differentiation", "torch.autograd.forward_ad._current_level")  # -1: off
+# The profiler's flag covers all threads: a backward may run in another one.
+profiled = flag("to let profilers see each op", "torch.autograd.profiler._is_profiler_enabled")
+
+# The function that runs a backward pass, in each module that calls it by this name. Where torch lacks it, a call of a
+# quantized module in a backward pass finds the regions around that pass, or refuses on a GPU.
+ENGINE, ENGINE_USERS = "_engine_run_backward", (torch.autograd.graph, torch.autograd)
+for _user in ENGINE_USERS:
+    known("to hide regions from a backward pass", f"{_user.__name__}.{ENGINE}", "2.11", "2.13", "2.14")
