@@ -305,27 +305,29 @@ def remembered_nowhere(root: Path) -> list[str]:
     return broken
 
 
-def private_users(root: Path, panel: str) -> dict[str, set[str]]:
-    """Returns the files of a panel that name the framework's private API, with what they name: dotted names with a part
-    that begins with an underscore, and attributes that begin with one and that no package defines."""
+def private_users(root: Path, framework: str) -> dict[str, set[str]]:
+    """Returns the files of a panel, and of the lab's part for it, that name the framework's private API, with what they
+    name: dotted names with a part that begins with an underscore, and attributes that begin with one and that the
+    project does not define."""
     packages = [path for folder in PACKAGES.values() for path in (root / folder).rglob("*.py")]
     own = OPEN_ATTRIBUTES.union(*[_facts(path.read_text()).defined for path in packages])
     found = {}
-    for file in sorted(package_files(root, panel)):
-        facts = _facts((root / PACKAGES[panel] / file).read_text())
-        names = {name for name in facts.dotted if name.split(".")[0] == panel} | (facts.attributes - own)
-        found[file] = {name for name in names if _BORROWED.fullmatch(name)}
+    for folder in (PACKAGES[framework], PACKAGES[f"lab.{framework}"]):
+        for path in sorted((root / folder).rglob("*.py")):
+            facts = _facts(path.read_text())
+            names = {name for name in facts.dotted if name.split(".")[0] == framework} | (facts.attributes - own)
+            found[path.relative_to(root).as_posix()] = {name for name in names if _BORROWED.fullmatch(name)}
     return {file: names for file, names in found.items() if names}
 
 
 def private_names(root: Path) -> list[str]:
     """Returns names of a framework's private API outside of the room for them."""
     return [
-        f"{PACKAGES[panel]}/{file} names {name}"
-        for panel in ROOMS
-        for file, names in private_users(root, panel).items()
+        f"{file} names {name}"
+        for framework in ROOMS
+        for file, names in private_users(root, framework).items()
         for name in sorted(names)
-        if file.split("/")[0] != PRIVATE
+        if not file.startswith(f"{PACKAGES[framework]}/{PRIVATE}/")
     ]
 
 

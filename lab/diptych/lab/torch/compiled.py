@@ -25,9 +25,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import comptime
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.base import VariableTracker
 from torch.overrides import TorchFunctionMode
 
 from diptych.common.errors import UnsupportedError
@@ -35,6 +32,25 @@ from diptych.lab.torch.own_ops import UNRECORDED
 from diptych.torch.graph.program import Programs
 from diptych.torch.primitives import constants
 from diptych.torch.primitives.constants import Constants
+from diptych.torch.private import graphs
+from diptych.torch.private.autograd import backward_pass, saved_hooks
+from diptych.torch.private.dispatch import (
+    Operator,
+    function_modes,
+    pop_function_mode,
+    pop_traced_mode,
+    push_function_mode,
+    push_traced_mode,
+    schema,
+)
+from diptych.torch.private.dynamo import (
+    assume_constant_result,
+    comptime,
+    current_tracer,
+    patch_config,
+    skip_code,
+    visit,
+)
 from diptych.torch.tensors.quantized import TAKES_COTANGENTS
 
 _LIBRARY = torch.library.Library("diptych", "FRAGMENT")
@@ -63,14 +79,6 @@ ACTIVE: dict[int, Any] = {}
 # --- whether a backward pass runs ------------------------------------------------------------------------------------
 
 
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
-
-def backward_pass() -> int:
-    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
-    return torch._C._current_graph_task_id()
-
-
 def in_backward() -> bool:
     return backward_pass() != -1
 
@@ -78,7 +86,7 @@ def in_backward() -> bool:
 def recomputes() -> bool:
     """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
     exception."""
-    return in_backward() and bool(_saved_tensors_hooks(True))
+    return in_backward() and bool(saved_hooks(True))
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
@@ -158,10 +166,10 @@ def in_compiled_code() -> bool:
 
 
 def _is_own(op: Any) -> bool:
-    namespace, _, name = op._schema.name.partition("::")
+    namespace, _, name = schema(op).name.partition("::")
     if namespace == "diptych":
         return not name.startswith("lab_") and name not in UNRECORDED
-    names = [a.name for a in op._schema.arguments]  # a `CustomOp` of the user's own
+    names = [a.name for a in schema(op).arguments]  # a `CustomOp` of the user's own
     return bool(names) and names[0] in ("tensors", "kept", "written") and names[-1] == "constants"
 
 
@@ -170,11 +178,11 @@ def _variant(op: Any) -> str:
     """Returns the name of the variant of an op that knows its module, "" if it is none of diptych's."""
     if not _is_own(op):
         return ""
-    signature = str(op._schema)
+    signature = str(schema(op))
     inputs, arrow, results = signature[signature.index("(") :].rpartition(") -> ")
     # Schemas show any opaque type as PyObject, and take it by the name of any.
     inputs = inputs.replace("PyObject", constants.schema_type(Constants))
-    star = "" if any(a.kwarg_only for a in op._schema.arguments) else ", *"
+    star = "" if any(a.kwarg_only for a in schema(op).arguments) else ", *"
 
     def real(*args: Any, lab_call: Tensor, **kwargs: Any) -> Any:
         key, ticket = lab_call.tolist()
@@ -188,7 +196,7 @@ def _variant(op: Any) -> str:
     def fake(*args: Any, lab_call: Tensor, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
-    name = "lab_" + "_".join([op._schema.name.replace("::", "_"), *filter(None, [op._schema.overload_name])])
+    name = "lab_" + "_".join([schema(op).name.replace("::", "_"), *filter(None, [schema(op).overload_name])])
     made = _define(name, f"{inputs}{star}, Tensor lab_call{arrow}{results}", real, fake)
     if op in TAKES_COTANGENTS:
         TAKES_COTANGENTS.add(made)
@@ -198,24 +206,20 @@ def _variant(op: Any) -> str:
 # --- what is traced --------------------------------------------------------------------------------------------------
 
 
-def _tracer() -> Any:
-    return InstructionTranslator.current_tx().output.current_tracer
-
-
-@torch._dynamo.assume_constant_result
+@assume_constant_result
 def _known(op: Any) -> str:
     return _variant(op)
 
 
-@torch._dynamo.assume_constant_result
+@assume_constant_result
 def in_part() -> bool:
     """Whether a graph within the graph is traced, such as a checkpoint's."""
-    return _tracer().parent is not None
+    return current_tracer().parent is not None
 
 
-@torch._dynamo.assume_constant_result
+@assume_constant_result
 def _traces_backward() -> bool:
-    tracer = _tracer()
+    tracer = current_tracer()
     while tracer.parent is not None:
         tracer = tracer.parent
         if any(node.op == "output" for node in tracer.graph.nodes):
@@ -230,7 +234,7 @@ _HOLDERS = {"TensorVariable", "UserDefinedObjectVariable", "LocalGeneratorObject
 def may_hold_tensors(value: Any) -> bool:
     """Whether tensors may be in an object, as Dynamo describes it while it traces."""
     inside: list[Any] = []
-    VariableTracker.visit(inside.append, value)
+    visit(inside.append, value)
     inside += [item.vt for v in inside for item in getattr(v, "set_items", ())]
     plain = [isinstance(getattr(v, "value", None), enum.Enum) for v in inside]
     kinds = [{kind.__name__ for kind in type(v).__mro__} for v in inside]
@@ -250,7 +254,7 @@ class Caller(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Compilers trace the next line for each function of torch.
-        name = _known(func) if isinstance(func, torch._ops.OpOverload) and torch.compiler.is_dynamo_compiling() else ""
+        name = _known(func) if isinstance(func, Operator) and torch.compiler.is_dynamo_compiling() else ""
         if not name:
             return func(*args, **kwargs)
         backward = _traces_backward()
@@ -260,17 +264,11 @@ class Caller(TorchFunctionMode):
 
 # Where a graph breaks, functions of the model run as eager code with a caller on the stack. If Dynamo then compiled
 # this method as a function of its own, its guards would take one getter of tensors, such as `shape`, for another.
-torch._dynamo.eval_frame.skip_code(Caller.__torch_function__.__code__)
+skip_code(Caller.__torch_function__.__code__)
 
 
 def _push(context: Any) -> None:
-    tracker = context.get_local("caller")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    translator.symbolic_torch_function_state.push_torch_function_mode(tracker)
-
-
-def _pop(context: Any) -> None:
-    context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_torch_function_state.pop_torch_function_mode()
+    graphs.push_mode(context, "caller")
 
 
 def enter(caller: Caller) -> None:
@@ -279,26 +277,26 @@ def enter(caller: Caller) -> None:
     if in_part():
         comptime(_push)
     else:
-        torch._C._push_on_torch_function_stack(caller)  # type: ignore[attr-defined]
+        push_traced_mode(caller)
 
 
 def leave() -> None:
     """Ends it."""
     if in_part():
-        comptime(_pop)
+        comptime(graphs.pop_mode)
     else:
-        torch._C._pop_torch_function_stack()  # type: ignore[attr-defined]
+        pop_traced_mode()
 
 
 def forget() -> None:
     """Takes callers from the stack of modes, where exceptions left them."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = function_modes()
     if any(isinstance(mode, Caller) for mode in modes):
         for _ in modes:
-            torch.overrides._pop_mode()
+            pop_function_mode()
         for mode in modes:
             if not isinstance(mode, Caller):
-                torch.overrides._push_mode(mode)
+                push_function_mode(mode)
 
 
 # --- while steps are recorded ----------------------------------------------------------------------------------------
@@ -353,7 +351,7 @@ def _guarded() -> Iterator[None]:
     _warn_only(not warns)
     try:
         # Code of a module without taps that is compiled meanwhile must not run for one with taps.
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        with patch_config(skip_nnmodule_hook_guards=False):
             yield
     finally:
         _warn_only(warns)

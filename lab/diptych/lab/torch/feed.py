@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
 from diptych.lab import capture as rules
@@ -23,6 +22,8 @@ from diptych.lab.torch.capture import capture, plain
 from diptych.lab.torch.structures import mapped, parts
 from diptych.lab.traces import Site, Tensor
 from diptych.lab.traces.schema import Kind, Operation
+from diptych.torch.private.dispatch import tree_unflatten
+from diptych.torch.private.graphs import COMPILED
 
 _BUDGET = 2**61  # bytes: all values are whole
 
@@ -130,7 +131,7 @@ class _Pass:
     def attached(self, model: nn.Module) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for path, module in model.named_modules():
-                if hasattr(module, "_orig_mod"):  # the wrapper of torch.compile: what it wraps has the same name
+                if hasattr(module, COMPILED):  # the wrapper of torch.compile: what it wraps has the same name
                     continue
                 path, begins = plain(path), plain(path) in self._inside
                 if self._ops is not None:
@@ -245,7 +246,7 @@ def _described(value: Any, slot: Callable[[torch.Tensor, str], Slot], place: str
     children, spec, places, _ = found
     described = [_described(x, slot, p) for x, p in zip(children, places, strict=True)]
     try:
-        return pytree.tree_unflatten(described, spec)
+        return tree_unflatten(described, spec)
     except Exception:  # of classes such as PackedSequence, whose constructors use the tensors that they get
         return Unwritable(type(value).__name__, described)
 

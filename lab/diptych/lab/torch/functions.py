@@ -25,6 +25,14 @@ from diptych.lab import capture as rules
 from diptych.lab.replay import table
 from diptych.lab.torch import statistics
 from diptych.lab.torch.table_ops import FUNCTIONS
+from diptych.torch.private.dispatch import (
+    default_device_mode,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+    without_function_modes,
+)
+from diptych.torch.private.functorch import is_wrapped
 
 _ROTARY = "apply_rotary_pos_emb"
 _PRODUCTS = ("linear", "matmul", "conv")
@@ -114,22 +122,19 @@ def recorded(modules: Iterable[nn.Module], mode: Functions) -> Iterator[None]:
         for file in files:
             if file is not None and _is_rotary(vars(file).get(_ROTARY)):
                 stack.enter_context(_wrapped(file, mode))
-        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # torch wants it at the bottom
-        first = [m for m in _stacked() if m is default]
+        default = default_device_mode()  # torch wants it at the bottom
+        first = [m for m in function_modes() if m is default]
         # Below others, which may be left before it, in any step.
-        _restack([*first, mode, *[m for m in _stacked() if m is not default]])
-        stack.callback(lambda: _restack([m for m in _stacked() if m is not mode]))
+        _restack([*first, mode, *[m for m in function_modes() if m is not default]])
+        stack.callback(lambda: _restack([m for m in function_modes() if m is not mode]))
         yield
 
 
-_stacked = torch.overrides._get_current_function_mode_stack
-
-
 def _restack(modes: list[TorchFunctionMode]) -> None:
-    for _ in _stacked():
-        torch.overrides._pop_mode()
+    for _ in function_modes():
+        pop_function_mode()
     for mode in modes:
-        torch.overrides._push_mode(mode)
+        push_function_mode(mode)
 
 
 def _opened(func: Any) -> Callable[..., Any]:
@@ -146,7 +151,7 @@ def _plain(t: Any) -> bool:
     return (
         type(t) in (Tensor, nn.Parameter)
         and t.layout is torch.strided
-        and not (t.is_nested or t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t))  # type: ignore[attr-defined]
+        and not (t.is_nested or t.is_meta or is_wrapped(t))
         and statistics.dtype_name(t.dtype) is not None
     )
 
@@ -223,7 +228,7 @@ def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
         shape = [min(n, 8) for n in named[name].shape]
         values = torch.arange(i, i + math.prod(shape), dtype=torch.float64, device="cpu").sin()
         small[name] = values.reshape(shape).to(named[name].dtype)
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         try:
             out = real(**small)
         except Exception:  # it has other assumptions about its arguments; the call itself decides whether it is valid

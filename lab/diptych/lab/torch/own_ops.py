@@ -34,6 +34,7 @@ from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives import register
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import ACTIVATION_IDS, NORM_IDS, Copy, dtype_name
+from diptych.torch.private.dispatch import without_function_modes
 from diptych.torch.state import update
 
 UNRECORDED = {"hash", "statistics", "rounding_errors", "rng_take", "empty", "log_amax"}
@@ -176,7 +177,7 @@ def errors(call: Call, made: dict[str, Tensor]) -> dict[str, Tensor]:
     results."""
     register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))  # none of the model's ops
     try:
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             copies = list(_copies(call, made))
             return statistics.errors(call.operands["x"], copies) if copies else {}
     finally:

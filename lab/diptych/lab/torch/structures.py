@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
 
 from diptych.lab.torch import compiled
+from diptych.torch.private.dispatch import tree_flatten, tree_leaves, tree_unflatten
 
 Tap = Callable[[Tensor, str], Tensor]
 Skip = Callable[[Any, str], None]
@@ -33,7 +33,7 @@ WRITABLE = (list, dict, collections.OrderedDict, collections.defaultdict, collec
 def parts(value: Any, place: str) -> tuple[list[Any], Any, list[str], Any] | None:
     """Returns what a structure that torch's pytree knows holds directly: children, the pytree's own description, the
     children's places and their keys; None for anything else."""
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    children, spec = tree_flatten(value, is_leaf=lambda v: v is not value)
     if len(children) == 1 and children[0] is value:
         return None
     at: Any = range(len(children))
@@ -72,7 +72,7 @@ def _mapped(value: Any, tap: Tap, skip: Skip, place: str) -> tuple[Any, bool]:
     if not any([other for _, other in made]):
         return value, False
     if type(value) not in WRITABLE or not _may_write(children):
-        return pytree.tree_unflatten([child for child, _ in made], spec), True
+        return tree_unflatten([child for child, _ in made], spec), True
     for key, (child, _) in zip(at, made, strict=True):
         value[key] = child  # type: ignore[index]
     return value, False
@@ -100,7 +100,7 @@ def _may_write(held: list[Any]) -> bool:
     no effect outside of it."""
     if torch.compiler.is_compiling() and compiled.in_part():
         return False
-    return not any([isinstance(t, Tensor) and t.is_leaf and t.requires_grad for t in pytree.tree_leaves(held)])
+    return not any([isinstance(t, Tensor) and t.is_leaf and t.requires_grad for t in tree_leaves(held)])
 
 
 def may_hold_tensors(value: Any, depth: int = 3) -> bool:

@@ -20,13 +20,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.comptime import comptime
-from torch.utils import _pytree as pytree
 
 from diptych.lab.torch import compiled
 from diptych.lab.torch.compiled import ACTIVE, Caller
 from diptych.lab.torch.structures import mapped, may_hold_tensors
 from diptych.torch.primitives.register import traced_local
+from diptych.torch.private.autograd import (
+    backward_pass,
+    current_node,
+    forward_hooks,
+    forward_pre_hooks,
+    gradient_hooks,
+    hooks_with_kwargs,
+    node_number,
+    nodes_made,
+)
+from diptych.torch.private.dispatch import tree_leaves
+from diptych.torch.private.dynamo import comptime
+from diptych.torch.private.graphs import COMPILED, variable
 
 KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", "backward_key", "caller", "wanted")]
 
@@ -62,13 +73,13 @@ class _Makers:
 
     def now(self, path: str | None) -> None:
         """Says which module runs from now on, None: none."""
-        self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._first.append(nodes_made())
         self._paths.append(path)
 
     def of_current_node(self) -> str | None:
         """Returns the module that made the node that runs in a backward pass now."""
-        node: Any = torch._C._current_autograd_node()
-        at = 0 if node is None else bisect.bisect_right(self._first, node._sequence_nr())
+        node: Any = current_node()
+        at = 0 if node is None else bisect.bisect_right(self._first, node_number(node))
         return self._paths[at - 1] if at else None
 
 
@@ -104,7 +115,7 @@ class Modules:
 
     def gradient(self, ticket: int) -> None:
         """The gradient of the output with this ticket comes."""
-        self._last = compiled.backward_pass(), ticket in self._again
+        self._last = backward_pass(), ticket in self._again
 
     def calls(self) -> str | None:
         """Returns the module that calls an op, in a backward pass the one that called its forward. None for ops of no
@@ -113,7 +124,7 @@ class Modules:
             return self._stack[-1] if self._stack else None
         if self._stack or compiled.recomputes():
             return None
-        again = self._last is not None and self._last == (compiled.backward_pass(), True)
+        again = self._last is not None and self._last == (backward_pass(), True)
         return self._makers[again].of_current_node()
 
     def between(self) -> bool:
@@ -137,7 +148,7 @@ def added(model: nn.Module, before: set[nn.Module]) -> list[str]:
     of others. Modules that compile another one, and diptych's states, which a step makes, cannot."""
     found: list[str] = []
     for name, module in model.named_modules():
-        runs = type(module).forward is not nn.Module.forward and not hasattr(module, "_orig_mod")
+        runs = type(module).forward is not nn.Module.forward and not hasattr(module, COMPILED)
         if runs and module not in before and not any([name.startswith(f"{outer}.") for outer in found]):
             found.append(name)
     return found
@@ -152,7 +163,7 @@ def hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Adds a hook that gets a parameter's sum of gradients, before those that are there: one may be an optimizer, which
     changes the parameter and removes its gradient. Returns the hook's handle."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
-    hooks: Any = parameter._post_accumulate_grad_hooks
+    hooks: Any = gradient_hooks(parameter)
     others = {number: hooks.pop(number) for number in list(hooks) if number != handle.id}
     hooks.update(others)  # autograd knows the order in which they were added, and not that of `move_to_end`
     return handle
@@ -198,7 +209,7 @@ class _Alias(torch.autograd.Function):
 def _skip_while_tracing(context: Any) -> None:
     """Runs where a compiler comes to `_skip`."""
     recorder, key = _recorder(traced_local(context, "module"))
-    value = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    value = variable(context, "value")
     if recorder is not None and compiled.may_hold_tensors(value):
         recorder.skip(key, value.python_type_name(), traced_local(context, "place"), False)
 
@@ -255,7 +266,7 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     recorder, key = _recorder(module)
     if recorder is None:
         return None
-    given = pytree.tree_leaves((args, kwargs))
+    given = tree_leaves((args, kwargs))
     replaced = False
 
     def tap(x: Tensor, place: str) -> Tensor:
@@ -337,7 +348,7 @@ def _may_call(module: nn.Module) -> bool:
     """Whether a module's own code may call diptych's ops. Each `Caller` costs time when functions in it are traced."""
     file = type(module).__module__
     of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # it calls a user's function
-    return not of_torch or bool(module._forward_hooks or module._forward_pre_hooks)
+    return not of_torch or bool(forward_hooks(module) or forward_pre_hooks(module))
 
 
 def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Callable[[], None]:
@@ -376,10 +387,10 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Call
 
 def _remove_hooks(module: nn.Module) -> None:
     """Removes the taps that a copy of a module has of a capture in which it was made."""
-    for hooks, own in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
+    for hooks, own in ((forward_pre_hooks(module), _before), (forward_hooks(module), _after)):
         for number in [number for number, hook in hooks.items() if hook is own]:
             del hooks[number]
-            module._forward_hooks_with_kwargs.pop(number, None)
+            hooks_with_kwargs(module).pop(number, None)
 
 
 def renew_key(module: nn.Module) -> None:

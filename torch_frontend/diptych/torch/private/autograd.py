@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
+
 import torch
 
-from diptych.torch.private.require import flag, known, need
+from diptych.torch.private.require import attribute, flag, known, later, need
 
 backward_pass = need("to tell a backward pass from a forward", "torch._C._current_graph_task_id")  # -1: none runs
 will_run = need("to compute the gradients that are asked for alone", "torch._C._will_engine_execute_node")
@@ -18,6 +20,19 @@ keep_version = need(_VERSIONS, "torch.autograd._unsafe_preserve_version_counter"
 forward_level = flag("to refuse forward-mode differentiation", "torch.autograd.forward_ad._current_level")  # -1: off
 # The profiler's flag covers all threads: a backward may run in another one.
 profiled = flag("to let profilers see each op", "torch.autograd.profiler._is_profiler_enabled")
+
+# --- nodes and hooks, for captures ------------------------------------------------------------------------------------
+
+_CAPTURE = "to capture a model"
+current_node = later(_CAPTURE, "torch._C._current_autograd_node")
+nodes_made = later(_CAPTURE, "torch._C._autograd._get_sequence_nr")  # by this thread; the `node_number` of its next one
+node_number = methodcaller("_sequence_nr")  # of a node
+forward_hooks = attribute(_CAPTURE, "torch.nn.Module", "_forward_hooks")
+forward_pre_hooks = attribute(_CAPTURE, "torch.nn.Module", "_forward_pre_hooks")
+hooks_with_kwargs = attribute(_CAPTURE, "torch.nn.Module", "_forward_hooks_with_kwargs")
+gradient_hooks = attribute(_CAPTURE, "torch.Tensor", "_post_accumulate_grad_hooks")
+
+# --- the engine -------------------------------------------------------------------------------------------------------
 
 # The function that runs a backward pass, in each module that calls it by this name. Where torch lacks it, a call of a
 # quantized module in a backward pass finds the regions around that pass, or refuses on a GPU.

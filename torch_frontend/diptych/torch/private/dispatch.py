@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from operator import attrgetter, methodcaller
+from typing import Any
 
-from diptych.torch.private.require import later, need
+from diptych.torch.private.require import flag, later, need
 
 # --- modes that see ops -----------------------------------------------------------------------------------------------
 
@@ -17,6 +18,24 @@ mode_stack = need(_MODES, "torch.utils._python_dispatch._get_current_dispatch_mo
 push_mode = need(_MODES, "torch.utils._python_dispatch._push_mode")
 pop_mode = need(_MODES, "torch.utils._python_dispatch._pop_mode")
 without_modes = later("to compare ranks below dispatch modes", "torch.utils._python_dispatch._disable_current_modes")
+
+# --- modes that see functions, for captures ---------------------------------------------------------------------------
+
+_CAPTURE = "to capture what a model calls"
+without_function_modes = later(_CAPTURE, "torch._C.DisableTorchFunction")  # a context; overrides of tensors go too
+function_modes = later(_CAPTURE, "torch.overrides._get_current_function_mode_stack")
+push_function_mode = later(_CAPTURE, "torch.overrides._push_mode")
+pop_function_mode = later(_CAPTURE, "torch.overrides._pop_mode")
+# The same in code that Dynamo traces.
+push_traced_mode = later(_CAPTURE, "torch._C._push_on_torch_function_stack")
+pop_traced_mode = later(_CAPTURE, "torch._C._pop_torch_function_stack")
+_devices = flag(_CAPTURE, "torch._GLOBAL_DEVICE_CONTEXT")
+
+
+def default_device_mode() -> Any:
+    """Returns the mode of torch.set_default_device, which torch keeps below all others; None without one."""
+    return getattr(_devices(), "device_context", None)
+
 
 # --- keys and flags of the dispatcher ---------------------------------------------------------------------------------
 
@@ -39,6 +58,8 @@ _TREES = "to find the tensors among an op's arguments"
 tree_map = need(_TREES, "torch.utils._pytree.tree_map")
 tree_map_only = need(_TREES, "torch.utils._pytree.tree_map_only")
 tree_flatten = need(_TREES, "torch.utils._pytree.tree_flatten")
+tree_unflatten = later(_CAPTURE, "torch.utils._pytree.tree_unflatten")
+tree_leaves = later(_CAPTURE, "torch.utils._pytree.tree_leaves")
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
@@ -49,6 +70,7 @@ assert_async = later("to compare steps on the device", "torch.ops.aten._assert_a
 to_copy = need("to move quantized tensors", "torch.ops.aten._to_copy.default")
 pin_memory = need("to pin quantized tensors", "torch.ops.aten._pin_memory.default")
 
+Operator = later(_CAPTURE, "torch._ops.OpOverload")
 need("to read the arguments of an operator", "torch.ops.aten.add.Tensor._schema")
 schema = attrgetter("_schema")
 need("to run composite operators as their parts", "torch.ops.aten.add.Tensor._can_decompose")

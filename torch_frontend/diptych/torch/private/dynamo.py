@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diptych.torch.private.require import need
+from diptych.torch.private.require import later, need
 
 comptime = need("to run code where Dynamo traces", "torch._dynamo.comptime.comptime")
 install_guard = need("to check a module before its graph runs", "torch._dynamo.guards.install_guard")
@@ -15,6 +15,22 @@ RestartAnalysis = need("to trace again what was traced without states", "torch._
 static_address = need("to let graphs write to states in place", "torch._dynamo.mark_static_address")
 skip_code = need("to keep regions out of graphs of their own", "torch._dynamo.eval_frame.skip_code")
 _callbacks = need("to keep the seeds that are drawn while tracing", "torch._dynamo.callback.callback_handler")
+
+# --- for captures -----------------------------------------------------------------------------------------------------
+
+_CAPTURE = "to capture compiled models"
+assume_constant_result = later(_CAPTURE, "torch._dynamo.assume_constant_result")
+patch_config = later(_CAPTURE, "torch._dynamo.config.patch")
+visit = later(_CAPTURE, "torch._dynamo.variables.base.VariableTracker.visit")
+_current = later(_CAPTURE, "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
+
+
+def current_tracer() -> Any:
+    """Returns what makes the graph, or the part of one, that is being traced."""
+    return _current().output.current_tracer
+
+
+# --- the end of a trace -----------------------------------------------------------------------------------------------
 
 
 def after_tracing(run: Callable[[], object]) -> None:

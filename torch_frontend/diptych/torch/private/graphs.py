@@ -22,6 +22,7 @@ run_eagerly = need("to keep functions out of graphs", "torch._disable_dynamo")
 DYNAMO = "torch._dynamo"  # by which it is found once it is imported
 COMPILED = "_orig_mod"  # the name of the module that torch.compile wraps, in the wrapper
 declare("to see through torch.compile's wrapper", "torch._dynamo.eval_frame.OptimizedModule", COMPILED)
+compiled_call = attribute("to see what was compiled in place", "torch.nn.Module", "_compiled_call_impl")  # or None
 
 # --- what Dynamo knows where it traces, by a context of `dynamo.comptime` ---------------------------------------------
 
@@ -48,3 +49,13 @@ def forget(context: Any, held: Any) -> None:
     if seen is not None and not graph.side_effects.is_modified(seen):
         del graph.side_effects.id_to_variable[id(held)]
         graph.variable_tracker_cache.pop(seen.source, None)
+
+
+def push_mode(context: Any, local: str) -> None:
+    """Pushes a mode that sees functions, a local of traced code, for the trace alone."""
+    _translator(context)().symbolic_torch_function_state.push_torch_function_mode(variable(context, local))
+
+
+def pop_mode(context: Any) -> None:
+    """Pops it."""
+    _translator(context)().symbolic_torch_function_state.pop_torch_function_mode()

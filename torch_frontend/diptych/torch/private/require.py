@@ -111,8 +111,8 @@ def attribute(use: str, owner: str, *names: str) -> Callable[[Any], Any]:
     return value
 
 
-def declare(use: str, owner: str, *names: str, seen: tuple[str, ...] = ()) -> tuple[str, ...]:
+def declare(use: str, owner: str, *names: str) -> tuple[str, ...]:
     """Lists names of `owner`, a class or module of torch, that are looked up in it later. Returns them with it."""
     full = tuple([f"{owner}.{name}" for name in names])
-    BORROWED[full[0]] = Borrowed(full, use, seen)
+    BORROWED[full[0]] = Borrowed(full, use)
     return full
