@@ -26,9 +26,7 @@ from diptych.lab.traces.schema import Kind
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
 from diptych.torch.primitives import statistics as statistics_ops
-from diptych.torch.private.dispatch import without_function_modes
-from diptych.torch.private.functorch import is_wrapped
-from diptych.torch.private.graphs import COMPILED, compiled_call
+from diptych.torch.private import dispatch, functorch, graphs
 from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
@@ -79,13 +77,12 @@ class Capture:
             raise ArgumentError(f"capture: statistics must be bool, got {type(statistics).__name__}")
         if not isinstance(out, (str, os.PathLike)):
             raise ArgumentError(f"capture: out must be a path, got {type(out).__name__}")
-        self._model, self._out = getattr(model, COMPILED, model), os.fspath(out)
+        self._model, self._out = getattr(model, graphs.COMPILED, model), os.fspath(out)
         self.options, self._with_statistics = options, statistics
         self._writer: Writer | None = None
         self._steps = 0
         self._compiled = model is not self._model  # whether code with taps is compiled
-        self._armed = contextlib.ExitStack()
-        self._quiet = False
+        self._armed, self._quiet = contextlib.ExitStack(), False
         self._warned: set[str] = set()
         self._skipped: set[int] = set()  # keys of modules that returned objects with tensors
 
@@ -98,8 +95,8 @@ class Capture:
         self._modules: dict[int, nn.Module] = {}
         for path, module in self._model.named_modules():
             self._check(path, module)
-            wrapper = hasattr(module, COMPILED)
-            self._compiled |= wrapper or compiled_call(module) is not None
+            wrapper = hasattr(module, graphs.COMPILED)
+            self._compiled |= wrapper or graphs.compiled_call(module) is not None
             if not wrapper:  # the wrapper of torch.compile: what it wraps has the same name
                 key = next(_KEYS)
                 self._modules[key], self._paths[key] = module, plain(path)
@@ -271,7 +268,7 @@ class Capture:
             self._warn(f"tensors in {name} are not recorded: {kind} is no dataclass, nor known to torch's pytree")
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
-        if is_wrapped(x):
+        if functorch.is_wrapped(x):
             raise UnsupportedError(
                 f"capture: {rules.named(self._paths[key])} runs in a transform of torch.func, whose tensors cannot be "
                 "recorded; use backward(), or end the capture before"
@@ -431,7 +428,7 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            with without_function_modes():  # these are no functions of the model
+            with dispatch.without_function_modes():  # these are no functions of the model
                 seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
                 if keep:
                     seen.row = statistics_ops.statistics(x) if self._with_statistics else None
@@ -490,7 +487,7 @@ class Capture:
 
 def plain(path: str) -> str:
     """A module's path without the wrappers of torch.compile."""
-    return ".".join([part for part in path.split(".") if part != COMPILED])
+    return ".".join([part for part in path.split(".") if part != graphs.COMPILED])
 
 
 def _rank() -> tuple[int, int]:

@@ -6,7 +6,7 @@ from operator import methodcaller
 
 import torch
 
-from diptych.torch.private.require import attribute, flag, known, later, need
+from diptych.torch.private.require import attribute, declare, flag, known, later, need
 
 backward_pass = need("to tell a backward pass from a forward", "torch._C._current_graph_task_id")  # -1: none runs
 will_run = need("to compute the gradients that are asked for alone", "torch._C._will_engine_execute_node")
@@ -26,7 +26,8 @@ profiled = flag("to let profilers see each op", "torch.autograd.profiler._is_pro
 _CAPTURE = "to capture a model"
 current_node = later(_CAPTURE, "torch._C._current_autograd_node")
 nodes_made = later(_CAPTURE, "torch._C._autograd._get_sequence_nr")  # by this thread; the `node_number` of its next one
-node_number = methodcaller("_sequence_nr")  # of a node
+declare(_CAPTURE, "torch.autograd.graph.Node", "_sequence_nr")
+node_number = methodcaller("_sequence_nr")
 forward_hooks = attribute(_CAPTURE, "torch.nn.Module", "_forward_hooks")
 forward_pre_hooks = attribute(_CAPTURE, "torch.nn.Module", "_forward_pre_hooks")
 hooks_with_kwargs = attribute(_CAPTURE, "torch.nn.Module", "_forward_hooks_with_kwargs")
