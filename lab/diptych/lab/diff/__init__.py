@@ -1,1 +1,1 @@
-"""The difference of two traces: sites are matched, measured and judged, and the result is shown."""
+"""The comparison of two traces, which matches sites, measures and judges their distances, and shows the result."""

@@ -1,4 +1,4 @@
-"""Evidence in recorded bits: whether a tensor is constant, and whether two have equal elements on other axes."""
+"""Evidence in recorded bits: whether a tensor is constant, and whether two tensors are equal in some order of axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych.lab.traces import Observation
 
 
 def constant(o: Observation) -> bool:
-    """Whether all elements are known to be one value, as those of biases and scales are before training."""
+    """Returns whether all elements are known to have one value, as biases and scales have before training."""
     if o.record.values == "whole" and o.values is not None:
         bits = o.values.tensor.bits
         return bool(bits.size) and bool((bits == bits.flat[0]).all())
@@ -20,8 +20,8 @@ def constant(o: Observation) -> bool:
 
 
 def are_flipped(weight: Observation, kernel: Observation) -> bool:
-    """Whether a square kernel of flax has the elements of torch's weight of a transposed convolution, on reversed
-    spatial axes, and not those of an ordinary convolution's weight."""
+    """Returns whether flax's square `kernel` is torch's `weight` of a transposed convolution with reversed spatial
+    axes, and is not the weight of an ordinary convolution."""
     shape = weight.site.shape
     if shape[0] != shape[1] or not weight.record.values == kernel.record.values == "whole":
         return False
@@ -31,7 +31,7 @@ def are_flipped(weight: Observation, kernel: Observation) -> bool:
 
 
 def digest(o: Observation, axes: Axes | None, flipped: int = 0) -> bytes:
-    """Returns a hash of whole values with moved axes, of which so many first ones are reversed."""
+    """Returns a hash of whole values after a transposition to `axes`, with the first `flipped` axes reversed."""
     values = o.values
     assert values is not None
     bits = values.tensor.bits if axes is None else np.transpose(values.tensor.bits, axes)

@@ -19,7 +19,7 @@ DIFFERS = 1
 def run(args: argparse.Namespace) -> int:
     """Compares two traces and shows the result. Returns 0 if nothing was found, 1 if the traces differ.
 
-    **Raises** DiffError or TraceError for what cannot be compared, FileError for files that cannot be written.
+    **Raises** DiffError or TraceError if the traces cannot be compared, FileError if a file cannot be written.
     """
     references = args.ref or []
     if len(references) > 2:
@@ -76,7 +76,7 @@ def _page():
 
 
 def _show(result: Result, written: list[str]) -> None:
-    """Prints the summary. Whoever closes the pipe early has enough of it; the status says what was found."""
+    """Prints the summary. A closed pipe is no error, since a reader such as `head` may stop early."""
     if sys.stdout is None:  # whoever started the process has closed it
         return
     try:

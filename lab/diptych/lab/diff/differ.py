@@ -1,4 +1,4 @@
-"""Compares two traces: matches their sites, measures them step by step, and finds where they part."""
+"""Compares two traces: matches their sites, measures them step by step, and finds where they first differ."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def diff(
 ) -> Result:
     """Compares B with A.
 
-    **Arguments:** `references`: none; one float64 trace, of either model; or two, H_A of A's model and H_B of B's.
-    `rules`: of a map. `steps`: those to compare, which both traces must have, and ranges, of which they must have
-    one; without it all that both have.
+    **Arguments:** `references`: none; one float64 trace of either model; or two, H_A of A's model and H_B of B's.
+    `rules`: the rules of a map. `steps`: the steps to compare. Both traces must have each single step, and at least one
+    step of each range. By default all common steps are compared.
 
     **Raises** DiffError if the traces have nothing to compare, TraceError if one is damaged.
     """
@@ -121,7 +121,7 @@ def _steps(a: Trace, b: Trace, wanted: Sequence[int | range] | None) -> list[int
 
 
 def shown(steps: Sequence[int]) -> str:
-    """Returns numbers of steps as text."""
+    """Returns step numbers as text."""
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
@@ -156,8 +156,8 @@ def _sides(a: Trace, b: Trace, references: Sequence[Trace]) -> tuple[Side, ...]:
 
 
 def _first_seen(rank: Rank, numbers: list[int]) -> list[Observation]:
-    """Returns each site as the first of these steps that has it recorded it. A site that a later step adds
-    stands behind the one before it in that step."""
+    """Returns one observation of each site, from the first of these steps that recorded it. A site that first occurs in
+    a later step is placed behind the site that precedes it in that step."""
     found: dict[str, Observation] = {}
     following: dict[str | None, str | None] = {None: None}
     for number in numbers:
@@ -176,8 +176,8 @@ def _first_seen(rank: Rank, numbers: list[int]) -> list[Observation]:
 
 
 def _inputs(rows: Sequence[_Row], rank: int, sites: tuple[list[Site], list[Site]]) -> list[tuple[int, ...] | None]:
-    """Returns the nearest rows that each row of a rank is computed from in A or in B, since a trace may know a part of
-    them; None if neither knows any."""
+    """Returns, for each row of a rank, the nearest rows that it is computed from in A or in B; None if neither trace
+    knows any. The rows of both are joined, since a trace may know a part of them alone."""
     found = []
     for side, of in enumerate(sites):
         keys = {(row.pair.a, row.pair.b)[side].key: i for i, row in enumerate(rows) if row.rank == rank}
@@ -187,8 +187,8 @@ def _inputs(rows: Sequence[_Row], rank: int, sites: tuple[list[Site], list[Site]
 
 
 def _nearest(sites: Sequence[Site], rows: Mapping[str, int]) -> list[tuple[int, ...] | None]:
-    """Returns the nearest rows that each row is computed from in one trace, through sites that are no rows; None if
-    only the order is known. `rows`: by the sites' keys."""
+    """Returns, for each row, the nearest rows that it is computed from in one trace, through sites that have no row;
+    None if only the order is known. `rows`: the rows' numbers by the keys of their sites."""
     nearest: dict[str, frozenset[int] | None] = {}
     last = {key: site.key for site in sites for key in site.inputs or ()}
     ordered: dict[str, tuple[int, ...] | None] = {}
@@ -237,8 +237,8 @@ def _compared(
     rows: Sequence[_Row], sides: tuple[Trace, Trace], references: Sequence[Trace], numbers: list[int],
     found: list[list[Cell]], seen: collections.Counter[str],
 ) -> Iterator[measure.Cell]:  # fmt: skip
-    """Yields what is to be measured, step by step, since files hold a step each. Rows whose shapes differ in a step are
-    noted in `found`."""
+    """Yields the cells to measure, step by step, since each file holds one step. A row whose shapes differ in a step
+    gets a cell in `found` instead."""
     one = _one_reference(rows, references[0]) if len(references) == 1 else None
     for rank, number in itertools.product(sides[0].ranks, numbers):
         a, b = ({o.site.key: o for o in side.ranks[rank].step(number)} for side in sides)
@@ -266,7 +266,8 @@ def _has(trace: Trace, rank: int, number: int) -> bool:
 def _references(
     h: Sequence[Mapping[str, Observation]], a: Observation, b: Observation, pair: match.Pair, one: str | None
 ) -> tuple[Observation | None, Observation | None]:
-    """Returns what the references recorded, as tensors of A's shape. `one`: whose names a single one has."""
+    """Returns the observations of the references in A's shape: of A's model and of B's. `one`: "A" or "B" if there is a
+    single reference, which then serves both sides and has the names of that side."""
     shape = a.site.shape
     of_a = h[0].get(pair.a.key) if h else None
     of_b = h[-1].get(pair.b.key) if h else None
@@ -278,9 +279,9 @@ def _references(
 
 
 def _one_reference(rows: Sequence[_Row], h: Trace) -> str:
-    """Returns whose model a single reference is of: the side that has more of its sites.
+    """Returns "A" or "B": the side whose model a single reference belongs to, which has more of its sites.
 
-    **Raises** DiffError if both have as many, under names that differ.
+    **Raises** DiffError if both sides have equally many, under different names.
     """
     keys = {o.site.key for rank in h.ranks.values() for number in rank.steps for o in rank.step(number)}
     pairs = {(row.pair.a.key, row.pair.b.key) for row in rows}
@@ -291,13 +292,13 @@ def _one_reference(rows: Sequence[_Row], h: Trace) -> str:
 
 
 def _judges(h: Observation, x: Observation) -> bool:
-    """Whether an observation can be a reference: float64, or the same where there is nothing to round."""
+    """Returns whether `h` can be the reference of `x`: it is float64, or has x's dtype if that is not a float."""
     rounded = DTYPES[x.site.dtype].kind == "float"
     return h.site.shape == x.site.shape and h.site.dtype == ("float64" if rounded else x.site.dtype)
 
 
 def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> str:
-    """Returns why nothing is known of a cell."""
+    """Returns the reason why a cell's verdict is unknown."""
     if cell.axes is not None and (cell.a.record.values, cell.b.record.values) != ("whole", "whole"):
         return "unknown: a transposed tensor is compared whole, and a trace has no whole values of it"
     if referenced and (cell.h_a is None or cell.h_b is None):
@@ -310,13 +311,14 @@ def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> 
     return "unknown: a trace has neither values nor hashes that tell"
 
 
-# --- where they part ---
+# --- where the traces first differ ---
 
 
 def _first(rows: Sequence[Row]) -> tuple[First, ...]:
-    """Returns the findings of the first step that has one, without those that are computed from another one.
+    """Returns the findings of the first step that has one, without those whose rows are computed from another finding.
 
-    Before a site that differs by definition, only another one that does counts: rounding explains no other definition.
+    A site that differs by definition is left out only behind another such site, since rounding does not explain a
+    difference of definitions.
     """
     by_step: dict[int, dict[int, Cell]] = {}
     for i, row in enumerate(rows):
@@ -334,12 +336,12 @@ def _first(rows: Sequence[Row]) -> tuple[First, ...]:
 
 
 def _not_behind(rows: Sequence[Row], findings: Mapping[int, Cell]) -> list[int]:
-    """Returns the rows of findings that are computed from no other one."""
+    """Returns the rows of findings that are not computed from another finding's row."""
     behind = set[int]()
     any_before, unknown_before = set[int](), set[int]()  # ranks
     first: list[int] = []
     for i, row in enumerate(rows):
-        # A parameter is as the step before left it.
+        # A parameter depends on no tensor of this step.
         inputs = () if row.kind == "parameter" else row.inputs
         if inputs is None:
             late = row.rank in any_before
@@ -351,7 +353,7 @@ def _not_behind(rows: Sequence[Row], findings: Mapping[int, Cell]) -> list[int]:
             behind.add(i)
         if i in findings:
             any_before.add(row.rank)
-            if inputs is None and row.kind != "operand":  # an operand is the input of its operation alone
+            if inputs is None and row.kind != "operand":  # only its own operation reads an operand
                 unknown_before.add(row.rank)
             if not late:
                 first.append(i)

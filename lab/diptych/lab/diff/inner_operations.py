@@ -1,7 +1,8 @@
-"""Operations of two frameworks that differ and change nothing: what is computed next from them agrees.
+"""Leaves out operations of two frameworks that differ without an effect: the tensors that are computed next from them
+agree.
 
-Models that compute the same function do so by other operations in each framework: one scales a product, the other one
-an operand. Such a difference ends where both have computed the same tensor again.
+Two frameworks compute the same function by different operations: one scales a product, the other one an operand. Such a
+difference ends where both have computed the same tensor again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from diptych.lab.diff.result import FORWARD, GREEN, NO_FINDING, Cell, Row
 
 
 def left_out(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Returns the rows without the cells in which an operation differs and all that is computed next from it agrees,
-    and notes that name them. An operation whose cells are all left out stays as a row without cells."""
+    """Returns the rows without the cells of such operations, and notes that name them. An operation is left out in a
+    step if it differs and every row that is computed next from it agrees. Its row stays, even without cells."""
     apart: dict[int, set[int]] = collections.defaultdict(set)
     for rank in {row.rank for row in rows}:
         ours = [i for i, row in enumerate(rows) if row.rank == rank]
@@ -42,8 +43,8 @@ def left_out(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def _next(rows: Sequence[Row], ours: Sequence[int]) -> dict[int, list[int]]:
-    """Returns the rows of the forward pass that are computed next from each row. What has none is the loss: the
-    gradient that comes first stands for it."""
+    """Returns the rows of the forward pass that are computed next from each row. An operation outside of modules
+    without such rows computes the loss: its next row is the first gradient."""
     found: dict[int, list[int]] = {i: [] for i in ours}
     for j in ours:
         for i in rows[j].inputs or () if rows[j].kind in FORWARD else ():
@@ -60,14 +61,14 @@ def _next(rows: Sequence[Row], ours: Sequence[int]) -> dict[int, list[int]]:
 def _without_effect(
     rows: Sequence[Row], ours: Sequence[int], next_rows: Mapping[int, Sequence[int]], cells: Mapping[int, Cell]
 ) -> set[int]:
-    """Returns the operations that are left out in a step. `cells`: of that step, by row."""
+    """Returns the operations that are left out in a step. `cells`: the step's cells by row."""
     findings = {i for i, cell in cells.items() if cell.verdict not in NO_FINDING}
     agree = {i for i, cell in cells.items() if cell.verdict in GREEN}
     found: set[int] = set()
     for i in reversed(ours):
         if i not in findings or rows[i].matched != "operation":
             continue
-        # Where the definition was judged, another finding is one of precision, which a reader wants to know.
+        # If the definition was judged and is equal, the finding is a loss of precision, which must be reported.
         of_precision = cells[i].definition is not None and cells[i].verdict != "definition"
         if not of_precision and next_rows[i] and all(j in found or j in agree for j in next_rows[i]):
             found.add(i)
@@ -75,8 +76,8 @@ def _without_effect(
 
 
 def _behind_gradients(rows: Sequence[Row], ours: Sequence[int], findings: set[int], apart: set[int]) -> set[int]:
-    """Returns the operations among `apart` that alone explain a gradient that differs: a factor of zero, such as a
-    fresh adapter's, hides a difference from all that is computed next."""
+    """Returns the operations among `apart` that alone explain a gradient that differs. A factor of zero, such as that
+    of a fresh adapter, can hide a difference from all that is computed next."""
     explained, needed = set[int](), set[int]()
     for i in ours:
         inputs = rows[i].inputs or ()

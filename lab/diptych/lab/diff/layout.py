@@ -1,7 +1,8 @@
-"""How B's elements are ordered as A's are: which shapes hold the same tensor, and which axes are moved.
+"""Layouts of one tensor in two traces: which shapes can hold the same tensor, and how B's axes are permuted against
+A's.
 
-A linear layer's weight is [out, in] in PyTorch and [in, out] in flax, a convolution's [out, in, ...] and
-[..., in, out], and an image's channels are the second axis and the last one.
+A linear layer's weight is [out, in] in PyTorch and [in, out] in flax; a convolution's weight is [out, in, ...] and
+[..., in, out]; an image's channels are its second axis in PyTorch and its last in flax.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Axes = tuple[int, ...]
 
 
 def merged(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Returns whether one shape is the other with neighbouring axes merged, so that both flat tensors are the same."""
+    """Returns whether two shapes differ by merged neighbouring axes alone, so that the flat tensors are equal."""
     ends_a, ends_b = (set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b))
     nested = ends_a <= ends_b or ends_b <= ends_a
     return a == b or (nested and 0 not in ends_a | ends_b and max(ends_a) == max(ends_b))
@@ -27,13 +28,13 @@ def moved(shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
 
 
 def holds(shape: tuple[int, ...], held: tuple[int, ...], axes: Axes | None) -> bool:
-    """Returns whether a tensor of one shape is held in another one. `axes`: as `ways` has them."""
+    """Returns whether a tensor of shape `held`, permuted by `axes` (see `ways`), has the shape `shape`."""
     return merged(shape, held) if axes is None else len(axes) == len(held) and moved(held, axes) == shape
 
 
 def ways(a: Site, b: Site) -> list[Axes | None]:
-    """Returns the ways in which b may hold the tensor of a, by their shapes and the names of parameters alone: None for
-    the same order, else the axes of b in the order of a's."""
+    """Returns the possible layouts of a's tensor in b, judged by shapes and parameter names. A layout is None for the
+    same order, or the axes of b in the order of a's."""
     found: list[Axes | None] = [None] if merged(a.shape, b.shape) else []
     rank = len(a.shape)
     if len(b.shape) != rank:  # flat, a transposed kernel is another tensor
@@ -43,9 +44,9 @@ def ways(a: Site, b: Site) -> list[Axes | None]:
 
 
 def held_otherwise(a: Site, b: Site) -> bool:
-    """Returns whether shapes that cannot be compared may belong to models that compute the same: one of two activations
-    has leading axes of 1, which are broadcast; or a kernel of flax has merged or split axes of a weight, or those of a
-    transposed convolution, which flax flips besides."""
+    """Returns whether two sites with incomparable shapes may belong to models that compute the same. Either one of two
+    activations has leading axes of 1, which are broadcast; or flax's kernel has axes that are merged or split against
+    torch's weight, or those of a transposed convolution, which flax also reverses."""
     if {names.leaf(a), names.leaf(b)} == {"weight", "kernel"}:
         rank = len(a.shape)
         return a.size == b.size and (rank != len(b.shape) or (rank > 2 and sorted(a.shape) == sorted(b.shape)))
@@ -62,20 +63,20 @@ def _turns(a: Site, b: Site, rank: int) -> list[Axes]:
             return [turns[0] if names.leaf(b) == "kernel" else turns[-1]]
         return turns if rank == 2 else []
     last, first = (0, *range(2, rank), 1), (0, rank - 1, *range(1, rank - 1))
-    # Sequences of vectors have three axes as well: there only other sizes show that channels are elsewhere.
+    # Sequences of vectors have three axes as well: only different shapes show that their channels are on another axis.
     return list(dict.fromkeys((last, first))) if rank > 3 or (rank == 3 and a.shape != b.shape) else []
 
 
 def turns_of_weights(rank: int) -> list[Axes]:
-    """Returns the axes of flax's kernel in the order of PyTorch's weight, and the reverse; one for both
-    where they are the same, and none for fewer than two axes."""
+    """Returns permutations between PyTorch's weight and flax's kernel of `rank` axes, in both directions: one if both
+    are equal, none for fewer than two axes."""
     to_torch, to_flax = (rank - 1, rank - 2, *range(rank - 2)), (*range(2, rank), 1, 0)
     return list(dict.fromkeys((to_torch, to_flax))) if rank > 1 else []
 
 
 def votes_on(a: Site, b: Site) -> tuple[str, int] | None:
-    """Returns what a pair shows of others, if its shapes allow one way alone: how weights, or images, of so many axes
-    are held. None if nothing."""
+    """Returns which other tensors a pair's layout is evidence for, if it is the only possible one: ("weights", rank) or
+    ("images", rank) for all weights or images of so many axes; None if it is evidence for none."""
     rank = len(a.shape)
     if rank != len(b.shape):
         return None
@@ -85,7 +86,7 @@ def votes_on(a: Site, b: Site) -> tuple[str, int] | None:
 
 
 def by_names(a: Site, b: Site) -> bool | None:
-    """Returns whether the names of two parameters say that one is transposed, None if they say nothing."""
+    """Returns whether the names of two parameters show that one of them is transposed, None if they show nothing."""
     leaves = {names.leaf(a), names.leaf(b)}
     if not names.is_parameter(a):
         return None

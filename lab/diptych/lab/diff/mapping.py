@@ -1,8 +1,8 @@
-"""The file of `diptych diff --map`: what A's names are called in B, by rules of a person.
+"""The file of `diptych diff --map`, which gives B's names for names of A.
 
 The file is an object of JSON. A key is a name of A, or a pattern in which "*" stands for any text within a part and
 "**" for any text; its value is B's name, with the same wildcards in the same order, or {"name": ..., "transposed": ...}
-for parameters whose names do not say whether they are transposed. Both separators, "." and "/", are the same.
+for parameters whose names do not show whether they are transposed. The separators "." and "/" are equivalent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WILDCARD = re.compile(r"(\*\*|\*)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """`a`: the pattern as it is written. `b`: text and wildcards of B's name, in turn."""
+    """One rule of the file. `a`: the pattern as it is written. `b`: B's name, split into text and wildcards in turn."""
 
     a: str
     pattern: re.Pattern[str]
@@ -33,7 +33,7 @@ class Rule:
     transposed: bool | None
 
     def result(self, name: str) -> str | None:
-        """Returns B's name for A's normal name, None if the rule is about another one."""
+        """Returns B's name for a normalized name of A, None if the rule does not match it."""
         found = self.pattern.fullmatch(name)
         if found is None:
             return None
@@ -42,15 +42,15 @@ class Rule:
 
 
 class Rules:
-    """The rules of a file, in order; the first one that matches a name counts."""
+    """The rules of a file, in order. The first rule that matches a name is used."""
 
     def __init__(self, path: pathlib.Path, rules: tuple[Rule, ...]) -> None:
         self.path = path
         self.rules = rules
 
     def find(self, name: str) -> tuple[Rule, str] | None:
-        """Returns the rule for A's name and what it makes of its normal form; also of a name whose place in a
-        structure of outputs the rules do not mention."""
+        """Returns the first rule that matches A's name and B's name, normalized; None if no rule matches. A rule that
+        matches the name without its place in a structure of outputs matches too; the place is kept."""
         path, place = names.split(name)
         for text, rest in dict.fromkeys(((path + place, ""), (path, place))):
             for rule in self.rules:
@@ -59,10 +59,11 @@ class Rules:
         return None
 
     def check(self, a: Iterable[Site], b: Iterable[Site]) -> list[str]:
-        """Returns a sentence for each rule with some results that are no names of B, so that sites of A stay alone.
+        """Returns a note for each rule that makes some names which B does not have, so that these sites of A stay
+        unmatched.
 
-        **Raises** DiffError for a rule that matches no name of A, whose results are all no names of B, or that says
-        of names whether they are transposed none of which is a parameter's.
+        **Raises** DiffError if a rule matches no name of A, if B has none of the names that it makes, or if it has
+        "transposed" and matches no parameter.
         """
         b_names = {text for site in b for text in (names.normal(site.name), names.split(site.name).path)}
         results: dict[str, list[str]] = {rule.a: [] for rule in self.rules}

@@ -1,8 +1,8 @@
-"""Which sites of A and of B are the same: by rules of a person, by names, by parameters' bits, by order, and what two
-frameworks compute by what it is (`operations`).
+"""Matches the sites of A with those of B: by the rules of a map, by names, by the bits of parameters, by order, and for
+two frameworks by what operations compute (`operations`).
 
-Each stage takes what the stages before it left, and only pairs for which there is one way. What could be matched in
-several ways is listed; nothing is guessed. Gradients follow the tensors that they belong to.
+Each stage takes sites that the earlier stages left, and only pairs without an alternative. Sites that could be matched
+in several ways are listed as ambiguous; nothing is guessed. Gradients are matched as the tensors that they belong to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GRADS: Mapping[Kind, Kind] = {"activation_grad": "activation", "parameter_grad"
 
 
 class Pair(NamedTuple):
-    """Two sites that are the same. `axes`: those of b in the order of a's; None if they have the same order."""
+    """Two matched sites. `axes`: the axes of b in the order of a's; None if both have the same order."""
 
     a: Site
     b: Site
@@ -36,8 +36,9 @@ class Pair(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """`pairs`: in the order of A. `unmatched_a`, `unmatched_b`: also sites of one name whose shapes differ; `differs`:
-    whether there are some that no layout explains. `notes`: sentences on what was seen beside the pairs."""
+    """The result of `match`. `pairs`: in the order of A. `unmatched_a`, `unmatched_b`: the other sites, including those
+    with one name whose shapes differ. `differs`: whether some of these shapes are explained by no layout. `notes`:
+    remarks for the user."""
 
     pairs: list[Pair]
     unmatched_a: list[Site]
@@ -52,10 +53,10 @@ def match(
 ) -> Matching:
     """Matches the sites of two traces.
 
-    **Arguments:** `a`, `b`: each site once, in the order of computation, as the first common step that has it recorded
-    it; bits of parameters are compared there. `frameworks`: A's and B's.
+    **Arguments:** `a`, `b`: one observation of each site, in the order of computation, from the first common step that
+    recorded it; the bits of parameters are compared there. `frameworks`: A's and B's.
 
-    **Raises** DiffError for rules that contradict the traces.
+    **Raises** DiffError if rules contradict the traces.
     """
     found = _Matcher(a, b, frameworks[0] == frameworks[1])
     found.vote()
@@ -82,7 +83,7 @@ class _Matcher:
         self._left = {k: o.site for k, o in self._all[0].items()}, {k: o.site for k, o in self._all[1].items()}
         self._same_framework = same_framework
         self._functions: tuple[dict[str, Site], ...] = ({}, {})
-        if not same_framework:  # of two frameworks only their operations show which ones are the same
+        if not same_framework:  # the operations of two frameworks are matched by what they compute alone
             for functions, left in zip(self._functions, self._left, strict=True):
                 functions.update({k: s for k, s in left.items() if operations.is_function(s)})
         self._pairs: dict[str, Pair] = {}
@@ -114,13 +115,14 @@ class _Matcher:
         return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(shown[False]))
 
     def _sides(self, grads: bool) -> tuple[list[Site], list[Site]]:
-        """Returns what is left of A and of B: gradients, or all other sites."""
+        """Returns the unmatched sites of A and of B: the gradients, or all others."""
         a, b = ([s for s in left.values() if (s.kind in _GRADS) == grads] for left in self._left)
         return a, b
 
     def _parts_of_gradient(self, pair: Pair) -> tuple[list[Site], list[Site]] | None:
-        """Returns the gradients at the other places of a tensor that a module of A or B returns at several ones, where
-        that of the other side returns it once: the lone gradient is the sum of these. None if there is none."""
+        """Returns further gradients of A and of B that belong to a pair. A module may return one tensor at several
+        places, each with a gradient, while the other trace's module returns it once, with the sum of these gradients.
+        Returns None otherwise."""
         places = [names.split(s.name).place for s in (pair.a, pair.b)]
         if pair.a.kind != "activation" or (places[0] == "") == (places[1] == ""):
             return None
@@ -143,7 +145,7 @@ class _Matcher:
         del self._left[0][a.key], self._left[1][b.key]
 
     def _list(self, a: Sequence[Site], b: Sequence[Site], why: str) -> None:
-        """Lists ambiguous sites, with their gradients."""
+        """Lists sites as ambiguous, with their gradients."""
         keys: list[tuple[str, ...]] = []
         for left, sites in zip(self._left, (a, b), strict=True):
             grads = [_key(grad, s) for s in sites for grad, kind in _GRADS.items() if s.kind == kind]
@@ -153,7 +155,7 @@ class _Matcher:
         self._ambiguous.append(Ambiguous(keys[0], keys[1], why))
 
     def _take_named(self, pairs: list[tuple[Site, Site]], by: Matched) -> None:
-        """Takes pairs whose names are the same."""
+        """Takes pairs whose names are equal."""
         self._vote(pairs)
         for a, b in pairs:
             ways = layout.ways(a, b)
@@ -164,13 +166,13 @@ class _Matcher:
                 self._drop(a, b)
 
     def _vote(self, pairs: Iterable[tuple[Site, Site]]) -> None:
-        """Weights and images that are not square show how the square ones are held."""
+        """Counts the layouts of weights and images whose shapes allow one alone. They decide about square ones."""
         for a, b in pairs:
             if (about := layout.votes_on(a, b)) is not None and len(ways := layout.ways(a, b)) == 1:
                 self._votes[about].add(_vote(a, ways[0]))
 
     def _take_one(self, a: Site, b: Site, by: Matched, ways: list[Axes | None]) -> None:
-        """Takes a pair if votes, names or bits say which of several ways it is."""
+        """Takes a pair if votes, names or bits show which of several layouts it has; else lists it as ambiguous."""
         if self._is_flipped(a, b):
             self._other_shapes.append((a, b))
             self._drop(a, b)
@@ -193,12 +195,13 @@ class _Matcher:
     # --- stages ---
 
     def vote(self) -> None:
-        """Before the stages, so that each of them knows the votes of all sites that the table pairs."""
+        """Counts votes before the first stage, so that every stage knows those of all sites that the table pairs."""
         a, b = ([s for k, s in left.items() if k not in self._functions[i]] for i, left in enumerate(self._left))
         self._vote(_unique(a, b, lambda s: (s.kind, names.common(s), s.call)))
 
     def set_functions_aside(self) -> None:
-        """Hides those sites of two frameworks' functions that rules left from the stages before `by_operations`."""
+        """Hides the sites of two frameworks' functions, but for those that rules have matched, until
+        `by_operations`."""
         for functions, left in zip(self._functions, self._left, strict=True):
             for key in functions.keys() - left.keys():
                 del functions[key]
@@ -206,7 +209,7 @@ class _Matcher:
                 del left[key]
 
     def follow(self) -> None:
-        """Gradients of matched tensors."""
+        """Matches the gradients of matched tensors."""
         for pair in list(self._pairs.values()):
             for grad, kind in _GRADS.items():
                 a, b = (self._left[i].get(_key(grad, s)) for i, s in enumerate((pair.a, pair.b)))
@@ -239,7 +242,8 @@ class _Matcher:
             self._take_one(a, b, "map", ways)
 
     def by_names(self, by: Matched, spelled: Callable[[Site], names.Name], grads: bool) -> None:
-        """Equal names, first with their places; then a module's only tensor is the other one's first."""
+        """Takes pairs with equal names: first those with equal places, then a module's single output with the first
+        output of the other module."""
         nested = self._other_structures(spelled)
         pairs = _unique(*self._sides(grads), lambda s: (s.kind, spelled(s), s.call))
         self._take_named([(x, y) for x, y in pairs if spelled(x).path not in nested], by)
@@ -249,8 +253,8 @@ class _Matcher:
         self._take_named([(x, y) for x, y in pairs if "" in (spelled(x).place, spelled(y).place)], by)
 
     def _other_structures(self, spelled: Callable[[Site], names.Name]) -> set[str]:
-        """Returns the modules whose outputs are tensors in one trace and structures in the other at the same places,
-        such as (h, c) and ((c, h), h): their places do not show which ones are the same."""
+        """Returns the modules that have a tensor at a place where the other trace has a nested structure, such as (h,
+        c) and ((c, h), h): their places do not show which tensors correspond."""
         places: tuple[dict[str, set[str]], ...] = (collections.defaultdict(set), collections.defaultdict(set))
         for found, side in zip(places, self._all, strict=True):
             for o in side.values():
@@ -263,7 +267,7 @@ class _Matcher:
         }  # fmt: skip
 
     def by_bits(self) -> None:
-        """Parameters with bits that no other one has. A constant, such as a bias of zeros, is no evidence."""
+        """Takes parameters whose bits no other parameter has. A constant, such as a bias of zeros, is no evidence."""
         groups: tuple[dict[Hashable, list[tuple[Site, Axes | None]]], ...] = ({}, {})
         for i, group in enumerate(groups):
             for site in self._left[i].values():
@@ -281,8 +285,7 @@ class _Matcher:
                 self._take(self._left[0][key], b, "bits", axes)
 
     def by_modules(self) -> None:
-        """Takes other parameters and outputs of modules that are paired, because a parameter of theirs has equal
-        bits."""
+        """Takes the other parameters and the outputs of two modules of which a parameter was matched by its bits."""
         modules = _unique_map((names.parent(p.a), names.parent(p.b)) for p in self._pairs.values() if p.by == "bits")
 
         def spelled(site: Site, ours: bool) -> Hashable:
@@ -297,7 +300,7 @@ class _Matcher:
 
     def by_order(self) -> None:
         """Takes sites between matched neighbours by the order of computation. Parameters of two frameworks have no
-        common order: there a pair must be the only one of its shape."""
+        common order: such a pair must be the only one of its shape."""
         if not self._same_framework:
             self._by_shape()
         for a, b in self._gaps():
@@ -312,7 +315,8 @@ class _Matcher:
                 self._take_one(a[i], b[j], "order", layout.ways(a[i], b[j]))
 
     def by_operations(self) -> None:
-        """Takes operands and results of two frameworks' operations, by what these compute within matched modules."""
+        """Takes operands and results of operations of two frameworks, by the operations' meaning within matched
+        modules."""
         modules = _unique_map(
             (names.split(p.a.name).path, names.split(p.b.name).path)
             for p in self._pairs.values() if p.a.kind == "activation"
@@ -350,7 +354,8 @@ class _Matcher:
                 self._list(a, b, _SHAPES)
 
     def _gaps(self) -> Iterable[tuple[list[Site], list[Site]]]:
-        """Runs of sites that are left, between pairs that have the same order in both traces."""
+        """Yields runs of unmatched sites of A and B, each between neighbouring pairs with the same order in both
+        traces."""
         places = [{key: i for i, key in enumerate(side)} for side in self._all]
         pairs = sorted((places[0][p.a.key], places[1][p.b.key]) for p in self._pairs.values())
         b = [j for _, j in pairs]
@@ -376,8 +381,8 @@ class _Matcher:
     # --- bits ---
 
     def _tokens(self, o: Observation, turned: bool) -> list[tuple[Hashable, Axes | None]]:
-        """Returns tokens that parameters with equal bits share, each with the axes in whose order the bits were read.
-        `turned`: whether to read them with moved axes too."""
+        """Returns tokens that are equal for parameters with equal bits, each with the axes in whose order the bits were
+        read. `turned`: whether to read them with permuted axes too."""
         found: list[tuple[Hashable, Axes | None]] = []
         site = o.site
         if o.record.hash is not None:
@@ -389,8 +394,8 @@ class _Matcher:
         return found
 
     def _is_flipped(self, a: Site, b: Site) -> bool:
-        """Returns whether two parameters, or their gradients, are known by the parameters' bits to be the weight of a
-        transposed convolution and flax's kernel, whose spatial axes flax reverses."""
+        """Returns whether the parameters' bits show that two parameters, or their gradients, are the weight of a
+        transposed convolution and flax's kernel, whose spatial axes are reversed."""
         if {names.leaf(a), names.leaf(b)} != {"weight", "kernel"} or not len(a.shape) == len(b.shape) > 2:
             return False
         keys = _key("parameter", a), _key("parameter", b)
@@ -428,18 +433,18 @@ def _key(kind: Kind, site: Site) -> str:
 
 
 def _vote(site: Site, axes: Axes | None) -> Hashable:
-    """How a tensor is held, as others are held too: a weight transposed or not, an image with its axes in an order."""
+    """Returns a pair's vote on the layout of others: whether a weight is transposed, or the order of image axes."""
     return axes is not None if names.is_parameter(site) else axes
 
 
 def _token(site: Site) -> Hashable:
-    """Returns the token that two sites must share to be matched by order; that of a whole model's output is another one
-    than its layers'."""
+    """Returns the token that two sites must share to be matched by order. The output of a whole model does not share a
+    token with the outputs of its layers."""
     return site.kind, site.shape, names.common(site).path == MODEL
 
 
 def _longer(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape without axes of 1."""
+    """Returns a shape without its axes of size 1."""
     return tuple(n for n in shape if n != 1)
 
 
@@ -449,7 +454,7 @@ def _unique(
     spelled: Callable[[Site], Hashable],
     spelled_b: Callable[[Site], Hashable] | None = None,
 ) -> list[tuple[Site, Site]]:
-    """Returns the pairs that are spelled alike, where each side has one such site."""
+    """Returns the pairs of sites with one spelling that exactly one site on each side has."""
     sides = []
     for side, spell in ((a, spelled), (b, spelled_b or spelled)):
         found: dict[Hashable, list[Site]] = {}
@@ -463,7 +468,7 @@ def _unique(
 
 
 def _firsts(sites: Iterable[Site], spelled: Callable[[Site], names.Name]) -> set[str]:
-    """Returns the keys of the first tensor of each structure of outputs, lone tensors included."""
+    """Returns the key of the first tensor in each module's output, which may be a single tensor."""
     found: dict[Hashable, str] = {}
     for site in sites:
         found.setdefault((site.kind, spelled(site).path, site.call), site.key)
@@ -471,7 +476,7 @@ def _firsts(sites: Iterable[Site], spelled: Callable[[Site], names.Name]) -> set
 
 
 def _unique_map(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns what is paired with one partner alone, in both directions."""
+    """Returns the pairs x -> y in which x has no other partner than y, and y no other than x."""
     forward, back = collections.defaultdict(set), collections.defaultdict(set)
     for x, y in pairs:
         forward[x].add(y)

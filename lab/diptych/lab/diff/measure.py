@@ -1,4 +1,4 @@
-"""Distances of matched sites in all steps, with those of their references, as a stream in bounded memory."""
+"""Distances of matched sites in all steps, and of the sites from their references, as a stream in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KEPT = 2**27  # bytes of mapped values after which their memory is given back
 
 
 class Cell(NamedTuple):
-    """Two observations of a step that are compared, and their references. `axes`: those of b in the order of a's.
-    `h_a`, `h_b`: what the references recorded, as tensors of a's shape (see `viewed`); with one reference the same
-    object."""
+    """Two observations in one step that are compared, and their references. `axes`: the axes of b in the order of a's.
+    `h_a`, `h_b`: the references' observations in a's shape (see `viewed`); the same object if there is one
+    reference."""
 
     row: int
     a: Observation
@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Viewed(Observation):
-    """An observation in the shape of another one, or with its axes moved, which hashes do not know."""
+    """An observation in another shape, or with permuted axes; a permuted one has no hash."""
 
     axes: Axes | None = None
 
@@ -40,14 +40,15 @@ class _Viewed(Observation):
         found = super().values
         if found is None or self.axes is None:
             return found
-        if not found.whole:  # other places of the moved tensor
+        if not found.whole:  # a sample of the permuted tensor would have other elements
             return None
         bits = np.ascontiguousarray(np.transpose(found.tensor.bits, self.axes))
         return Values(Tensor(found.tensor.dtype, bits), True)
 
 
 def viewed(o: Observation, shape: tuple[int, ...], axes: Axes | None) -> Observation:
-    """Returns an observation as one of a tensor of this shape. `axes`: of `o`, in the order of the shape's."""
+    """Returns an observation in the shape `shape`. `axes`: the axes of `o` in the order of that shape, None if
+    equal."""
     if axes is None and o.site.shape == shape:
         return o
     site = dataclasses.replace(o.site, shape=shape)
@@ -86,7 +87,7 @@ def _pairs(
 
 
 def _wanted(cell: Cell) -> Mapping[str, tuple[Observation, Observation]]:
-    """The pairs of a cell, all in A's layout, by their names in `Distances`."""
+    """Returns the pairs of a cell to measure, all in A's layout, by their names in `Distances`."""
     a, h_a, h_b = cell.a, cell.h_a, cell.h_b
     b = viewed(cell.b, a.site.shape, cell.axes)
     wanted = {"ab": (a, b)}

@@ -1,8 +1,8 @@
-"""Names of sites: one spelling for both separators, and what PyTorch's names are called in flax.
+"""Names of sites: one spelling for both separators, and the table of PyTorch's names in flax.
 
-A name has *parts* and, where a module returns several tensors, a *place* such as "[0]" behind them. Hugging Face's
-models have the same parts in both frameworks, but for those listed here: the names of parameters, layers that are
-numbered, and what wraps a model.
+A name has *parts*. If a module returns several tensors, a *place* such as "[0]" follows. Hugging Face's models have the
+same parts in both frameworks, except for those in the table: parameter names, numbered layers, and the wrappers around
+a model.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from diptych.lab.traces import Site
 _PLACE = re.compile(r"""((?:\[(?:\d+|'[^']*'|"[^"]*")\])*)$""")
 _NUMBERED = re.compile(r"(.+)_(\d+)")
 
-# PyTorch's and flax's names of parameters and statistics; old PyTorch layer norms have gamma and beta.
+# Names of parameters and statistics in flax and PyTorch, whose old layer norms have gamma and beta.
 _LEAVES = {
     "kernel": "weight", "scale": "weight", "embedding": "weight", "gamma": "weight", "beta": "bias",
     "running_mean": "mean", "running_var": "var",
 }  # fmt: skip
 _STACKS = {"h": "layers", "layer": "layers", "block": "layers", "blocks": "layers"}
-"""Names of a stack of numbered layers, and the one that stands for all of them."""
+"""The names of a stack of numbered layers, each with the one name that stands for all of them."""
 _OTHER = {"drop": "dropout"}
 _WRAPPERS = {"_orig_mod", "module", "params", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_flax_wrapped"}
-"""Of compiled, distributed and checkpointed modules, and of flax's collections."""
+"""Parts that compiled, distributed and checkpointed modules add to a name, and flax's collections."""
 _BASES = {"model", "transformer", "base_model", "vit", "bert"}
-"""A model with a head holds the one without it under such a name."""
+"""Names under which a model with a head holds the model without it."""
 
 
 class Name(NamedTuple):
@@ -49,7 +49,7 @@ def normal(name: str) -> str:
 
 
 def leaf(site: Site) -> str:
-    """Returns the last part of a parameter's name, "" for what is no parameter."""
+    """Returns the last part of a parameter's name, "" for a site that is no parameter."""
     return split(site.name).path.rpartition("/")[2] if is_parameter(site) else ""
 
 
@@ -60,7 +60,7 @@ def parent(site: Site) -> str:
 
 
 def caller(name: str) -> str:
-    """Returns the path of the module that calls an operation. `name`: of one of its operands or results."""
+    """Returns the path of the module that calls an operation. `name`: the name of an operand or result of it."""
     return split(name.rpartition("/")[0]).path
 
 
@@ -69,7 +69,7 @@ def is_parameter(site: Site) -> bool:
 
 
 def common(site: Site) -> Name:
-    """Returns the name that a site has in both frameworks by the table, if it has one."""
+    """Returns the name that the table gives a site in both frameworks."""
     path, place = split(site.name)
     parts = _unwrapped(path)
     if is_parameter(site):
@@ -80,7 +80,7 @@ def common(site: Site) -> Name:
 
 
 def module(path: str) -> str:
-    """Returns the path that a module has in both frameworks by the table."""
+    """Returns the path that the table gives a module in both frameworks."""
     return _by_table(_unwrapped(path))
 
 
@@ -102,6 +102,6 @@ def _by_table(parts: list[str]) -> str:
 
 
 def few(items: Sequence[str], count: int = 3) -> str:
-    """Returns the first items as a list in words, and how many more there are."""
+    """Returns the first `count` items as a list in words, and the number of further ones."""
     more = len(items) - count
     return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
-"""Operations of two frameworks that are the same: within modules that are the same, by what they compute.
+"""Matches operations of two frameworks by what they compute, within matched modules.
 
-Frameworks cut a computation otherwise: a linear layer is one operation in PyTorch, a product and an addition in JAX,
-and products have their operands in another order or with other axes. So names do not say which operands are the same;
-an operation's options do, which name the axes of a product's or convolution's operands.
+Frameworks divide a computation differently: a linear layer is one operation in PyTorch, and a product and an addition
+in JAX; products have their operands in another order or with other axes. So names do not show which operands
+correspond. An operation's options do: they name the axes of the operands of a product or convolution.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _SWAPPED = {"a": "b", "b": "a"}
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """An operation in a step. `kind`: a row of the table; "product" for the rows linear and matmul. `path`: of its
-    module. `axes`: letters for the axes of a product's or convolution's operands and of `out`; the same letter is the
-    same axis. Other operations have none. `sources`: the keys of the parameters and results that are operands, as far
-    as they are known. `weight`: which operand of a product is known to be the only parameter, None if none is."""
+    """An operation in a step. `kind`: a row of the table, or "product" for the rows linear and matmul. `path`: the
+    module's path. `axes`: letters for the axes of the operands and of `out`, empty except for products and
+    convolutions; the same letter stands for the same axis. `sources`: the keys of the parameters and results that the
+    operands are, as far as known. `weight`: the operand of a product that is known to be the only parameter, else
+    None."""
 
     kind: str
     path: str
@@ -43,7 +44,7 @@ class Node:
 
     @property
     def token(self) -> Hashable:
-        """Returns what the same operation has in both frameworks, however axes are ordered and merged."""
+        """A value that is equal for the same operation in both frameworks, however axes are ordered and merged."""
         sizes = sorted(self.operands[k].size for k in ("a", "b") if k in self.operands) if self.axes else ()
         return self.kind, self.out.size, "bias" in self.operands, *sizes
 
@@ -53,7 +54,7 @@ class Node:
 
 
 class Same(NamedTuple):
-    """A pair of sites. `ways`: in which b may hold the tensor of a, as `layout.ways` has them."""
+    """A pair of corresponding sites. `ways`: the possible layouts of a's tensor in b (see `layout.ways`)."""
 
     a: Site
     b: Site
@@ -67,8 +68,8 @@ def is_function(site: Site) -> bool:
 
 
 def nodes(observations: Sequence[Observation]) -> list[Node]:
-    """Returns the operations of a framework in a trace's step, in the order of computation. A product or convolution
-    whose result a parameter is added to, an element for each channel, is one operation with a bias."""
+    """Returns the operations of a framework in a step, in the order of computation. A product or convolution followed
+    by the addition of a parameter with one element for each channel is one operation with a bias."""
     by_key = {o.site.key: o for o in observations}
     by_bits: dict[Hashable, str | None] = {}
     found: dict[str, Node] = {}
@@ -148,14 +149,14 @@ def _is_bias(add: Node, of: str, before: Mapping[str, Node]) -> bool:
 def groups(
     a: Sequence[Node], b: Sequence[Node], modules: Mapping[str, str], parameters: Mapping[str, str]
 ) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Yields the operations of A and those of B that have one token, belong to modules that are the same and read the
-    same parameters, as far as these are known.
+    """Yields the operations of A and those of B that have one token, belong to corresponding modules and read the same
+    parameters, as far as these are known.
 
-    **Arguments:** `modules`: B's module of some of A's. Others are the same if the table of names says so. What no
-    module computes has the path "loss" in PyTorch; in JAX the path says it where the user's scopes do. `parameters`:
-    B's key of each of A's parameters.
+    **Arguments:** `modules`: B's module for some of A's. Other modules correspond if the table of names says so. In
+    PyTorch, operations outside of all modules have the path "loss"; in JAX, only where the user's scopes say so.
+    `parameters`: B's key for each of A's parameters.
     """
-    outside = "loss" if modules else ""  # without modules in JAX the whole model has no path there
+    outside = "loss" if modules else ""  # without modules the whole model has an empty path in JAX
     taken, unique = set(modules.values()), collections.defaultdict(set)
     for o in b:
         if o.path not in taken:
@@ -174,7 +175,7 @@ def groups(
 def _by_parameters(
     a: list[Node], b: list[Node], parameters: Mapping[str, str]
 ) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Yields operations that read a parameter in common, then those of which that is not known."""
+    """Yields operations that read a common parameter, then those whose parameters are not known."""
     readers: dict[str, list[int]] = collections.defaultdict(list)
     for j, other in enumerate(b):
         for key in other.parameters:
@@ -195,10 +196,11 @@ def _by_parameters(
 
 
 def tensors(a: Node, b: Node, equal: Callable[[Site, Site, Axes | None], bool]) -> tuple[list[Same], bool]:
-    """Returns the result and operands of two operations with one token, in pairs, and whether the operands can be in
-    either order. Then a sum has its result alone, and a product nothing. An operand that does not fit has no pair.
+    """Returns the pairs of results and operands of two operations with one token, and whether the operands can be in
+    either order. In that case a sum has the pair of its results alone, and a product none. An operand whose shape does
+    not fit has no pair.
 
-    **Arguments:** `equal`: whether two sites are known to have the same bits, b's with its axes moved.
+    **Arguments:** `equal`: returns whether two sites are known to have the same bits, with b's axes permuted.
     """
     orders = [{k: k for k in a.operands}]
     if a.kind in ("product", "add", "mul"):
@@ -217,8 +219,8 @@ def tensors(a: Node, b: Node, equal: Callable[[Site, Site, Axes | None], bool]) 
 
 
 def _paired(a: Node, b: Node, order: Mapping[str, str]) -> list[Same]:
-    """Returns the result and those operands in pairs whose shapes fit; nothing if the results' do not. `order`: which
-    operand of b each of a's is."""
+    """Returns the pairs of results and operands whose shapes fit; none if the results do not fit. `order`: b's operand
+    for each of a's."""
     roles = _roles(a.axes, {}), _roles(b.axes, order)
     found = [Same(a.out, b.out, _ways(a, b, "out", "out", roles))]
     found += [
@@ -246,9 +248,9 @@ def _ways(a: Node, b: Node, k: str, of_b: str, roles: tuple[Mapping[str, Role], 
 
 
 def _roles(axes: Mapping[str, str], order: Mapping[str, str]) -> dict[str, Role]:
-    """Returns what each letter means, in words that another operation with the same token has too: for a product
-    whether both operands have the axis, only one, or whether it is summed over, and the axis's number among such; for
-    a convolution the letter itself. `order`: what `axes` calls the operands "a" and "b"."""
+    """Returns the meaning of each letter in terms that are equal for two operations with one token. In a product that
+    is whether both operands have the axis, only one has it, or it is summed over, and its number among such axes; in a
+    convolution it is the letter itself. `order`: the names of the operands "a" and "b" in `axes`."""
     if "out" not in axes or "x" in axes:
         return {c: (c, 0) for letters in axes.values() for c in letters}
     first, second, out = (axes[order.get(k, k)] for k in ("a", "b", "out"))

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 LARGEST = 4_000_000
-"""The most pairs of elements that are looked at; longer sequences count as ambiguous."""
+"""The largest number of pairs of elements that is searched; longer sequences count as ambiguous."""
 
 
 def unique_alignment(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]] | None:
-    """Returns the pairs of positions of the longest common subsequence, None if there are several such alignments."""
+    """Returns the pairs of positions of the longest common subsequence, None if several alignments are that long."""
     if len(a) * len(b) > LARGEST:
         return None
     codes = {token: i for i, token in enumerate(dict.fromkeys([*a, *b]))}

@@ -1,4 +1,4 @@
-"""The HTML page of a comparison: one self-contained file, whose own script draws its heat map, charts and table."""
+"""The HTML page of a comparison: one self-contained file, whose script draws its heat map, charts and table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diptych.lab.diff.result import Cell, Result, Row, Verdict
 from diptych.lab.traces.schema import Kind
 
 SEVERITY: tuple[Verdict, ...] = ("same", "rounding", "unknown", "differs", "beyond", "definition")
-"""Verdicts from the least to the worst: the page's codes for them are positions here."""
+"""Verdicts from the least to the worst. The page's code for a verdict is its position here."""
 WORDS: dict[Verdict, str] = {
     "same": "same bits",
     "rounding": "rounding",
@@ -48,10 +48,10 @@ _NUMBERS: dict[str, Callable[[Cell], float | None]] = {
 
 
 def render(result: Result) -> str:
-    """The page of a comparison.
+    """Returns the page of a comparison as an HTML document.
 
-    **Returns:** an HTML document that loads nothing: its content security policy allows its own script and style
-    alone. Equal results give equal documents. Numbers of cells are rounded to five significant digits.
+    The document loads nothing: its content security policy allows its own script and style alone. Equal results give
+    equal documents. Numbers of cells are rounded to five significant digits.
     """
     folder = importlib.resources.files("diptych.lab.diff") / "web"
     style = (folder / "page.css").read_text()
@@ -73,11 +73,11 @@ def render(result: Result) -> str:
 
 
 def payload(result: Result) -> dict[str, Any]:
-    """The part of a result that the script reads, in columns.
+    """Returns the part of a result that the script reads, in columns.
 
     `rows`: a list for each field. `cells`: for each field a list of rows; a row is a list of numbers by step, or one
-    number if all are equal; None, "inf", "-inf" and "nan" stand for what is no finite number. `verdicts`: a string for
-    each row, with a digit (a position in `SEVERITY`) for each step, or "." where a row has no cell.
+    number if all are equal; None, "inf", "-inf" and "nan" stand for values that are not finite numbers. `verdicts`: a
+    string for each row, with a digit (a position in `SEVERITY`) for each step, or "." where a row has no cell.
     """
     at = {step: i for i, step in enumerate(result.steps)}
     table = [_by_step(row, at) for row in result.rows]
@@ -115,15 +115,16 @@ def payload(result: Result) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> str:
-    """JSON that may stand within a script element: no character of it can end the element or begin a comment."""
+    """Returns JSON that may stand within a script element: it cannot end the element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def module_of(row: Row) -> str:
-    """The module that a row is grouped by: its path to the first numbered part, such as "h.0" or "encoder/layers_3".
+    """Returns the module that a row is grouped by: its path to the first numbered part, such as "h.0" or
+    "encoder/layers_3".
 
-    Without a numbered part: the path of the module that the site belongs to.
+    Without a numbered part it is the path of the module that the site belongs to.
     """
     parts = re.split(r"([./])", row.name)
     for i in range(0, len(parts), 2):
@@ -134,7 +135,8 @@ def module_of(row: Row) -> str:
 
 
 def _groups(rows: Sequence[Row]) -> tuple[list[int], list[str]]:
-    """Consecutive rows of one module, apart for forward and backward, parameters and other sites, and ranks."""
+    """Returns each row's group and the groups' names. A group is a run of rows of one module and rank; forward and
+    backward, and parameters and other sites, are in different groups."""
     names: list[str] = []
     last: dict[bool, tuple[tuple[str, int, bool], int]] = {}
     found, several = [], len({row.rank for row in rows}) > 1
@@ -169,7 +171,7 @@ def _folded(values: list[Any]) -> Any:
 
 
 def _hash(text: str) -> str:
-    """A source of a content security policy: the hash of an inline script or style."""
+    """Returns the hash of an inline script or style as a source of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -193,7 +195,7 @@ def _share(cell: Cell) -> str:
 
 
 def _summary(result: Result) -> dict[str, Any]:
-    """The status as a heading, its tone, and how many sites of each direction are findings."""
+    """Returns the status as a heading, its tone, and the number of sites with findings in each direction."""
     cells = sum(len(row.cells) for row in result.rows)
     unknown = [cell for row in result.rows for cell in row.cells if cell.verdict == "unknown"]
     references = len(result.sides) > 2
@@ -221,7 +223,7 @@ def _summary(result: Result) -> dict[str, Any]:
 
 
 def _firsts(result: Result) -> list[tuple[str, list[dict[str, Any]]]]:
-    """For each direction, where the traces part first."""
+    """Returns the first differences of each direction."""
     at = {step: i for i, step in enumerate(result.steps)}
     found = []
     for f in result.first:

@@ -1,4 +1,4 @@
-"""What a comparison of two traces found. These classes are also the schema of `diptych diff --json`."""
+"""The result of a comparison of two traces. These classes are also the schema of `diptych diff --json`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from diptych.lab.traces.schema import Kind
 Verdict = Literal["same", "rounding", "beyond", "definition", "differs", "unknown"]
 Matched = Literal["map", "name", "table", "bits", "order", "operation"]
 GREEN = ("same", "rounding")
-"""Verdicts that are no finding; nor is "unknown"."""
+"""Verdicts of cells that agree. `NO_FINDING` adds "unknown"."""
 NO_FINDING = (*GREEN, "unknown")
 FORWARD = ("activation", "parameter", "operand", "result")
 
 
 class DiffError(ValueError):
-    """A comparison that cannot be made; the message says why."""
+    """The error for a comparison that cannot be made. Its message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """One of the traces. `role`: "A", "B", or the float64 references "H_A" and "H_B". `steps`: how many it has."""
+    """One of the traces. `role`: "A", "B", or "H", "H_A" or "H_B" for a float64 reference. `steps`: the number of its
+    steps."""
 
     role: str
     folder: str
@@ -38,16 +39,18 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """A pair of sites in one step.
+    """A pair of sites in one step. A field is None if it was not measured.
 
-    `verdict`: "same": all bits but those of NaN, or all values of two dtypes, are equal. With references:
-    "definition": H_A and H_B differ by more than 1e-10 in relative rms; "rounding": R is at most 2, or 20 / sqrt(n)
-    for n < 100 elements;
-    "beyond": R is larger, or A is further from its own reference than rounding leads. Without, or where references do
-    not have this step: "differs", as where the shapes of this step do. "unknown": neither hashes nor values tell, or a
-    reference lacks the site. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`,
-    `differing` and `compared` as in `Distance`. `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the
-    relative rms of H_B - H_A. None where it was not measured.
+    `verdict`: "same": all bits are equal except those of NaN, or all values if the dtypes differ.
+    "definition", with references: H_A and H_B differ by more than 1e-10 in relative rms.
+    "rounding", with references: R is at most 2, or 20 / sqrt(n) for n < 100 elements.
+    "beyond", with references: R is larger, or A is further from its own reference than rounding explains.
+    "differs": the bits differ and no reference has the step, or the shapes differ in this step.
+    "unknown": neither hashes nor values show it, or a reference lacks the site.
+
+    `relative`: rms of B - A divided by the rms of A, inf if one of them is not finite. `max_ulp`, `differing`,
+    `compared`: see `Distance`. `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the relative rms of
+    H_B - H_A.
     """
 
     step: int
@@ -62,13 +65,13 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A site of A and the site of B that is the same. Rows are in the order of A's computation.
+    """A site of A and the site of B that is matched with it. Rows are in the order of A's computation.
 
-    `a`, `b`: the keys of the sites. `kind`, `name`, `call`: of A's. `matched`: by what. `transposed`: whether B's
-    values are compared transposed. `inputs`: the positions of the rows that this one is computed from in A or in B, or
-    None where only the order is known. `options`: those of the operation that computed both results which differ, such
-    as "approximate: false, true". `cells`: one for each step of the result in which both traces have the site, in
-    order, without those in which operations of two frameworks differ and what is computed next from them agrees.
+    `a`, `b`: the keys of the sites. `kind`, `name`, `call`, `shape`: those of A's site. `matched`: how they were
+    matched. `transposed`: whether B's values are compared with permuted axes. `inputs`: the positions of the rows that
+    this one is computed from in A or in B, None if only the order is known. `options`: the options in which the
+    operations of the two results differ, such as "approximate: false, true". `cells`: one for each step in which both
+    traces have the site, in order, without those that `inner_operations` leaves out.
     """
 
     a: str
@@ -89,7 +92,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Sites that could be matched in more than one way, which no one was guessed of. `why`: a sentence."""
+    """Sites that could be matched in several ways, and were not matched. `why`: the reason, as a sentence."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -98,7 +101,7 @@ class Ambiguous:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class First:
-    """A row that differs and that is computed from no row that differs, in the first step that has one."""
+    """A row that differs in the first step with a difference, and is computed from no other row that differs."""
 
     row: int
     step: int
@@ -107,10 +110,10 @@ class First:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """`status`: "differs" if a cell is a finding, an unknown one is known to differ, or sites of one name have other
-    shapes; else "green". `first`: where the traces part, forward sites first; empty if no cell is a finding.
-    `unmatched_a`, `unmatched_b`: keys of sites that only one trace has, or that have other shapes in the other one.
-    `notes`: sentences on what was not compared."""
+    """The result of `differ.diff`. `status`: "differs" if a cell is a finding, an unknown cell is known to differ, or
+    sites with one name have different shapes; else "green". `first`: where the traces first differ, forward sites
+    first; empty if no cell is a finding. `unmatched_a`, `unmatched_b`: keys of sites that only one trace has, or that
+    have another shape in the other trace. `notes`: sentences on sites that were not compared."""
 
     sides: tuple[Side, ...]
     steps: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a comparison found, as at most 40 lines of plain text of at most 80 columns where names allow it."""
+"""The summary of a comparison: at most 40 lines of plain text of at most 80 columns, as far as names allow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _referenced(result: Result) -> bool:
 
 
 def _counts(result: Result) -> Iterator[str]:
-    """Cells by verdict, forward and backward apart."""
+    """Yields a table of the number of cells by verdict, with one line for forward and one for backward."""
     kinds = {"forward": collections.Counter[str](), "backward": collections.Counter[str]()}
     for row, cell in _cells(result):
         kinds["forward" if row.kind in FORWARD else "backward"][cell.verdict] += 1
@@ -85,7 +85,7 @@ def _lines(found: Sequence[tuple[Row, Cell]], most: int) -> Iterator[str]:
 
 
 def _left(result: Result) -> Iterator[str]:
-    """What was not compared."""
+    """Yields lines about sites that were not compared."""
     unmatched = {"A": result.unmatched_a, "B": result.unmatched_b}
     if any(unmatched.values()) or result.ambiguous:
         yield ""
@@ -111,7 +111,7 @@ def _cell(row: Row, step: int) -> Cell:
 
 
 def number(x: float) -> str:
-    """Returns a number with two digits where it is not whole, or very large."""
+    """Returns a number as text, with two significant digits unless it is a small integer."""
     if isinstance(x, int) and x < 10**6:
         return str(x)
     return "inf" if math.isinf(x) else f"{x:.2g}"

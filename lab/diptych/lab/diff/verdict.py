@@ -1,7 +1,7 @@
-"""Definition or rounding: the verdict on a pair of sites in one step, from distances of A, B and their references.
+"""The verdict on a pair of sites in one step, definition or rounding, from the distances of A, B and their references.
 
-A reference H is a trace of the same model in float64. Where H_A and H_B differ, the models compute different things.
-Where they do not, R says how large B's error is beside A's, or beside one rounding if A's is smaller.
+A reference H is a trace of the same model in float64. If H_A and H_B differ, the models compute different functions. If
+they do not, R is the ratio of B's error to A's error, or to one rounding if A's error is smaller.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from diptych.lab.diff.result import Verdict
 from diptych.lab.traces import DTYPES, Distance
 
 DEFINITION = 1e-10
-"""Relative rms from which on two references differ by more than float64's rounding."""
+"""The relative rms above which two references differ by more than float64's rounding."""
 GREEN = 2.0
-"""R up to which an error is rounding, for a tensor of at least 100 elements."""
+"""The largest R that rounding explains, for a tensor of at least 100 elements."""
 _FEW = 20.0
-"""Of fewer elements R scatters more, by about the root of their number: this divided by it is the limit."""
+"""The limit of R for n < 100 elements is this divided by sqrt(n), since R scatters more for fewer elements."""
 _FAR = 64
-"""How many times as far from its reference A may be as B is, and as one rounding is."""
+"""A's distance from its reference may be so many times that of B, or one rounding."""
 _CANCELLED = 64
-"""A reference's own rounding, as a multiple of A's error scaled to float64's precision."""
+"""The bound of a reference's own rounding, as a multiple of A's error scaled to float64's precision."""
 
 
 class Distances(NamedTuple):
-    """What was measured of a cell. `ab`: from A to B. `ha`, `hb`: from each side's reference to it. `hh`: from H_A to
-    H_B, None with one reference."""
+    """The measured distances of a cell. `ab`: from A to B. `ha`, `hb`: from each side's reference to the side. `hh`:
+    from H_A to H_B, None with one reference."""
 
     ab: Distance
     ha: Distance | None = None
@@ -44,8 +44,8 @@ class Judgement(NamedTuple):
 def judge(found: Distances, dtype: str, referenced: bool, dtype_b: str | None = None) -> Judgement:
     """Returns the verdict on a cell.
 
-    **Arguments:** `dtype`: A's. `referenced`: whether there are references of the step, so that a difference alone is
-    no finding. `dtype_b`: B's, if it is another one.
+    **Arguments:** `dtype`: A's. `referenced`: whether the step has references, so that a difference without a reference
+    of the site is "unknown". `dtype_b`: B's, if it differs.
     """
     ab, hh = found.ab, found.hh
     relative, noise = _relative(ab), None
@@ -65,8 +65,8 @@ def judge(found: Distances, dtype: str, referenced: bool, dtype_b: str | None = 
 
 
 def _same(d: Distance) -> bool:
-    """Whether all bits are known to be equal but for those of NaN, or all values of two dtypes; an empty tensor has
-    none."""
+    """Returns whether all bits are known to be equal except NaN's, or all values of two dtypes; True for empty
+    tensors."""
     return bool(d.equal) or d.elements == 0 or (d.compared == d.elements and d.differing == 0)
 
 
@@ -76,10 +76,10 @@ def _relative(d: Distance) -> float | None:
 
 
 def _cancelled(found: Distances, dtype: str) -> bool:
-    """Whether references differ by no more than their own rounding.
+    """Returns whether two references differ by no more than their own rounding.
 
-    Terms that cancel, as in gradients that are 0 in exact arithmetic, leave nothing but rounding in a reference too.
-    A's error shows how large those terms were: it is as much larger than the reference's as A's precision is lower.
+    Terms that cancel, as in gradients that are 0 in exact arithmetic, leave only rounding errors, in a reference too.
+    A's error shows how large those terms were: it exceeds the reference's error by the ratio of the precisions.
     """
     ha, hh = found.ha, found.hh
     if ha is None or hh is None or hh.not_finite or hh.rms_difference is None or not ha.rms_difference:
@@ -89,15 +89,15 @@ def _cancelled(found: Distances, dtype: str) -> bool:
 
 
 def _errors(found: Distances) -> int:
-    """Returns how many elements of A or B are not exact: their errors are what a mean is taken of. Zeros behind a ReLU
-    are exact, and those of the tokens that an expert does not get."""
+    """Returns the number of elements of A or B that are not exact, which is the number of errors in a mean. Zeros
+    behind a ReLU are exact, and so are those of tokens that an expert does not get."""
     known = [d.differing for d in (found.ha, found.hb) if d is not None and d.differing is not None]
     return max(1, max(known, default=found.ab.compared))
 
 
 def _a_is_far(found: Distances, dtype: str, dtype_b: str) -> bool:
-    """Whether A's error is so large beside B's, and beside a rounding, that A does not compute what its reference
-    does: R would allow B any error. B's error counts as if B had A's precision."""
+    """Returns whether A's error is so much larger than B's and than one rounding that A does not compute what its
+    reference does; R would then allow B any error. B's error is scaled to A's precision."""
     ha, hb = found.ha, found.hb
     if ha is None or hb is None or not ha.rms_difference or hb.rms_difference is None or ha.rms_a is None:
         return False
@@ -110,11 +110,11 @@ def _a_is_far(found: Distances, dtype: str, dtype_b: str) -> bool:
 def _noise(ab: Distance, ha: Distance, hb: Distance, roundoff: float) -> float | None:
     """Returns R = rms(B - H) / max(rms(A - H), u rms(H)), over finite values.
 
-    It is inf where A and B disagree about values that are not finite; None without values. 0 / 0 is 0.
+    R is inf if A and B disagree about values that are not finite, None without values, and 0 for 0 / 0.
     """
     if ab.not_finite is None and not ab.equal:
         return None
-    # Equal hashes say nothing about the scale, which A's values then have.
+    # Without values of H, equal hashes show that A's values have its rms.
     by_values = ha.rms_a is not None
     scale, compared = (ha.rms_a, ha.compared) if by_values or not ha.equal else (ab.rms_a, ab.compared)
     if ha.rms_difference is None or hb.rms_difference is None or scale is None:

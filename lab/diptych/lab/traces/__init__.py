@@ -1,4 +1,4 @@
-"""Traces: what a run's tensors were at named sites, on disk, from any framework; and the distance of two of them."""
+"""Traces record a run's tensors at named sites on disk, in one form for every framework, and can be compared."""
 
 from diptych.lab.traces.dtypes import DTYPES, DType, bits_of, is_recorded
 from diptych.lab.traces.measure import Distance, distance, distances, tensor_distance

@@ -16,9 +16,9 @@ import numpy as np
 class DType:
     """One dtype.
 
-    `name`: as in torch, JAX and ml_dtypes. `code`: its name in safetensors files, or "" if they do not have it. `kind`:
-    "float", "int" (signed) or "uint". The fields after it are those of floats: bits of the mantissa, the exponent's
-    bias, the bits of the largest finite magnitude, and whether there are infinities.
+    `name`: its name in torch, JAX and ml_dtypes. `code`: its name in safetensors files, or "" if they do not have it.
+    `kind`: "float", "int" (signed) or "uint". The remaining fields describe floats alone: bits of the mantissa, the
+    exponent's bias, the bits of the largest finite magnitude, and whether there are infinities.
     """
 
     name: str
@@ -45,7 +45,8 @@ class DType:
 
     @property
     def smallest_normal(self) -> float:
-        """Nonzero values of a smaller magnitude are subnormal. 0 for dtypes without subnormal values."""
+        """The smallest normal magnitude; smaller nonzero values are subnormal. 0 for dtypes without subnormal
+        values."""
         return 2.0 ** (1 - self.bias) if self.kind == "float" and self.signed else 0.0
 
     def decode(self, bits: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -58,7 +59,8 @@ class DType:
         return out
 
     def ulps(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Returns the number of steps between adjacent values from a to b, unsigned; -0 and +0 are 0 apart."""
+        """Returns the distances between a and b in units in the last place, unsigned: the number of steps from one
+        representable value to the next, and 0 from -0 to +0."""
         a, b = self._ordered(a), self._ordered(b)
         larger = np.maximum(a, b).view(self.bits)
         larger -= np.minimum(a, b).view(self.bits)
@@ -94,15 +96,15 @@ DTYPES: dict[str, DType] = {d.name: d for d in (
     DType("uint16", "U16", 2),          DType("uint8", "U8", 1),      DType("bool", "BOOL", 1),
 )}
 # fmt: on
-"""By name. float4_e2m1fn has one value in each byte, in its low bits, and is read only where tensors are quantized."""
+"""The dtypes by name. An array of float4_e2m1fn has one value in the low bits of each byte; files do not hold it."""
 
 STORED = {d.code: d for d in DTYPES.values() if d.code}
-"""Those that files hold, by code."""
+"""The dtypes that files hold, by code."""
 
 
 @functools.cache
 def _values(dtype: DType) -> np.ndarray:
-    """The values of all codes of a float of at most two bytes."""
+    """Returns the float64 values of all bit patterns of a float of at most two bytes."""
     codes = np.arange(1 << 8 * dtype.nbytes, dtype=np.int64)
     if not dtype.signed:
         return np.where(codes <= dtype.largest, np.ldexp(1.0, codes - dtype.bias), np.nan)
@@ -125,10 +127,10 @@ def is_recorded(dtype: str) -> bool:
 def bits_of(x: np.ndarray, dtype: str | None = None) -> tuple[DType, np.ndarray]:
     """Returns an array's dtype and its bits, C-contiguous and of the same shape.
 
-    **Arguments:** `x`: any array of a dtype in `DTYPES`, those of ml_dtypes included. `dtype`: what the tensor is, if
-    `x` has its bits as unsigned integers.
+    **Arguments:** `x`: an array of any dtype in `DTYPES`, including those of ml_dtypes. `dtype`: the tensor's dtype, if
+    `x` holds its bits as unsigned integers.
 
-    **Raises** TypeError for another dtype, another width or the other byte order.
+    **Raises** TypeError if the dtype is not in `DTYPES`, has another width than `x`, or `x` has the other byte order.
     """
     held = x.dtype.name
     found = DTYPES.get(dtype or held)

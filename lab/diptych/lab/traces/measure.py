@@ -1,7 +1,7 @@
 """The distance of two observations of a site: in bits, in units of last place, and relative to the first one's rms.
 
-Tensors are read block by block, so that memory is bounded whatever their size, and by several threads: NumPy computes
-without Python's lock.
+Several threads read tensors block by block: memory is bounded for tensors of any size, and NumPy computes without
+Python's global lock.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from diptych.lab.traces.statistics import BLOCK, combined_rms, rms
 from diptych.lab.traces.tensor_file import Tensor
 
 _SPAN = 64 * BLOCK  # elements of one task of a thread
-_WAITING = 4  # tasks of each thread that may wait, with what they have found
+_WAITING = 4  # tasks per thread that may be queued, or finished and not yet read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Distance:
-    """How far b is from a.
+    """The distance from a to b.
 
-    `elements`: of the tensor. `compared`: elements whose values were compared; where hashes are equal, all of them.
-    `equal`: whether all bits are equal, or None where neither hashes nor whole values tell. The rest is about the
-    compared elements, and None if there is none:
+    `elements`: the number of elements of the tensor. `compared`: the number of elements whose values were compared; all
+    of them if the hashes are equal. `equal`: whether all bits are equal, None if neither hashes nor whole values show
+    it. All other fields describe the compared elements, and are None if there are none:
 
-    `differing`: how many differ: in bits if the dtypes are equal, else in value. Two NaN do not differ. `first`: the
-    position of the first one in the flat tensor, None if there is none. `max_ulp`, `mean_ulp`: the number of steps
-    between adjacent values of the dtype, over pairs without NaN; 0 from -0 to +0; None if the dtypes differ.
-    `not_finite`: how many differ and are NaN or infinite on one side or both. `rms_a`, `rms_b`, `rms_difference`: over
-    pairs of finite values.
+    `differing`: how many elements differ, in bits if the dtypes are equal, else in value. Two NaN do not differ.
+    `first`: the position of the first of these in the flat tensor, None if there is none. `max_ulp`, `mean_ulp`: the
+    distance in units in the last place (`DType.ulps`), over pairs without NaN; None if the dtypes differ. `not_finite`:
+    how many elements differ and are NaN or infinite in a or b. `rms_a`, `rms_b`, `rms_difference`: over pairs of finite
+    values.
     """
 
     elements: int
@@ -54,7 +54,7 @@ class Distance:
 
     @property
     def relative(self) -> float | None:
-        """The rms of the difference, relative to a's; inf where `not_finite` is not 0 or a alone is 0."""
+        """The rms of the difference divided by the rms of a; inf if `not_finite` is not 0, or if a alone is 0."""
         if self.equal:
             return 0.0
         if self.not_finite is None or self.rms_difference is None or self.rms_a is None:
@@ -65,7 +65,7 @@ class Distance:
 
 
 class _Part(NamedTuple):
-    """What a block, or several, have found."""
+    """The comparison of one block, or of several consecutive ones."""
 
     same: bool  # all bits
     differing: int
@@ -81,14 +81,15 @@ class _Part(NamedTuple):
 
 
 def distance(a: Observation, b: Observation) -> Distance:
-    """Returns the distance of two observations. **Raises** as `distances`."""
+    """Returns the distance of two observations. **Raises** the errors of `distances`."""
     return next(distances([(a, b)], threads=1))
 
 
 def distances(pairs: Iterable[tuple[Observation, Observation]], threads: int = 2) -> Iterator[Distance]:
     """Yields the distance of each pair of observations, in order.
 
-    Where hashes are equal no values are read. Samples are compared at the places that both have.
+    Values are read only if the hashes do not show that the tensors are equal. Samples are compared at the places that
+    both have.
 
     **Raises** ValueError if the shapes of a pair differ, TraceError if a file with values is damaged.
     """
@@ -123,8 +124,8 @@ def distances(pairs: Iterable[tuple[Observation, Observation]], threads: int = 2
 
 
 def _parts(values: _Values, pool: ThreadPoolExecutor) -> list[Callable[[], _Part]]:
-    """Returns functions that give the parts of a distance. To hand a small tensor to a thread takes longer than to
-    compare it."""
+    """Returns one function for each part of a distance, which computes it or waits for it. A small tensor is compared
+    by the calling thread, since handing it to another thread takes longer than the comparison."""
     size = values.a.bits.size
     if size <= BLOCK:
         return [functools.partial(_span, values, 0)] * bool(size)
@@ -141,7 +142,7 @@ def tensor_distance(a: Tensor, b: Tensor) -> Distance:
 
 
 class _Values(NamedTuple):
-    """Flat tensors whose elements belong together. `whole`: whether they are all elements of the site."""
+    """Two flat tensors whose elements correspond. `whole`: whether they hold every element of the site."""
 
     a: Tensor
     b: Tensor
@@ -150,7 +151,7 @@ class _Values(NamedTuple):
 
 
 def _by_hash(a: Observation, b: Observation) -> Distance | None:
-    """Returns the distance of observations with equal hashes. **Raises** ValueError for different shapes."""
+    """Returns the distance of observations with equal hashes, else None. **Raises** ValueError if the shapes differ."""
     if a.site.shape != b.site.shape:
         raise ValueError(f"{a.site.key} is {list(a.site.shape)} and {b.site.key} is {list(b.site.shape)}")
     if not _hashes(a, b) or a.record.hash != b.record.hash:
@@ -159,13 +160,13 @@ def _by_hash(a: Observation, b: Observation) -> Distance | None:
 
 
 def _hashes(a: Observation, b: Observation) -> bool:
-    """Whether both have hashes that tell whether their bits are equal."""
+    """Returns whether both have hashes that can be compared: of one function, over one dtype."""
     same_kind = (a.hash_name, a.site.dtype) == (b.hash_name, b.site.dtype)
     return same_kind and a.record.hash is not None and b.record.hash is not None
 
 
 def _values(a: Observation, b: Observation) -> _Values | None:
-    """Returns the values that both have; None if there are none."""
+    """Returns the values at the places that both observations have, None if one has no values."""
     have_a, have_b = a.values, b.values
     if have_a is None or have_b is None:
         return None
@@ -193,7 +194,8 @@ def _finished(a: Observation, b: Observation, values: _Values | None, parts: lis
 
 
 def _found(elements: int, values: _Values, part: _Part, equal: bool | None) -> Distance:
-    """`equal`: what hashes tell."""
+    """Returns the distance of two tensors of `elements` elements. `equal`: whether the hashes are equal, None if they
+    cannot be compared."""
     one_dtype = values.a.dtype == values.b.dtype
     if equal is None and one_dtype and (values.whole or not part.same):
         equal = part.same
@@ -238,7 +240,7 @@ def _joined(parts: list[_Part]) -> _Part:
 
 
 def _span(values: _Values, start: int) -> _Part:
-    """Compares `_SPAN` elements from `start` on."""
+    """Returns the comparison of `_SPAN` elements from `start` on."""
     end = min(start + _SPAN, values.a.bits.size)
     room = np.empty((3, min(BLOCK, end - start)))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -246,7 +248,8 @@ def _span(values: _Values, start: int) -> _Part:
 
 
 def _block(values: _Values, start: int, end: int, room: np.ndarray) -> _Part:
-    """`room`: for the values of both in float64, and for their difference, which otherwise costs more than its sums."""
+    """Returns the comparison of the elements from `start` to `end`. `room`: float64 [3, n], scratch memory for both
+    values and their difference; to allocate it for each block costs more than the sums."""
     (form_a, bits_a), (form_b, bits_b), *_ = values
     bits_a, bits_b = bits_a[start:end], bits_b[start:end]
     x, y = form_a.decode(bits_a, room[0, : end - start]), form_b.decode(bits_b, room[1, : end - start])
@@ -277,5 +280,5 @@ def _block(values: _Values, start: int, end: int, room: np.ndarray) -> _Part:
 
 
 def _narrow_rms(x: np.ndarray) -> float:
-    """The same as `rms` of values whose squares neither overflow nor underflow, as those of float32 do not."""
+    """Returns `rms(x)` for values whose squares neither overflow nor underflow, such as those of float32."""
     return math.sqrt(float(np.einsum("i,i->", x, x)) / max(x.size, 1))

@@ -1,7 +1,7 @@
-"""Reads traces from disk. Records are parsed when a trace is opened, values are mapped when they are asked for.
+"""Reads traces from disk. Opening a trace parses its records; values are mapped when they are first used.
 
-Nothing in a trace is trusted: a file that is not exactly what the writer makes is a TraceError, and links inside of the
-folder are not followed. The trace of a run that was killed has the steps that were complete.
+Nothing in a trace is trusted: a file that differs from what the writer makes raises TraceError, and links inside of the
+folder are not followed. The trace of a run that was killed has all steps that were complete.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _OPEN_FILES = 8
 
 
 def step_name(step: int) -> str:
-    """The name of a step's file of values."""
+    """Returns the name of the file with a step's values."""
     return f"step-{step:05d}.safetensors"
 
 
 def rank_name(rank: int) -> str:
-    """The name of a rank's folder."""
+    """Returns the name of a rank's folder."""
     return f"rank{rank}"
 
 
 class Values(NamedTuple):
-    """Values of a site: the whole tensor in its shape, or a flat sample of it. `tensor`: of the file, mapped."""
+    """The values of a site in a step. `tensor`: mapped from the file; the whole tensor in its shape, or a flat sample
+    if not `whole`."""
 
     tensor: Tensor
     whole: bool
@@ -43,7 +44,7 @@ class Values(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """What one step of one rank recorded of one site. `hash_name`: the function that made the hash."""
+    """The record of one site in one step of one rank. `hash_name`: the function that made the hash."""
 
     site: Site
     record: Record
@@ -53,14 +54,14 @@ class Observation:
 
     @property
     def values(self) -> Values | None:
-        """The values that the trace has. **Raises** TraceError if their file is missing or damaged."""
+        """The values that the trace holds, or None. **Raises** TraceError if their file is missing or damaged."""
         if self.record.values == "none":
             return None
         return Values(self.rank._tensors(self.step)[self.site.key], self.record.values == "whole")
 
 
 class Rank:
-    """What one process recorded. `torn`: whether an incomplete line, of a step that was interrupted, was left out."""
+    """The records of one process. `torn`: whether an incomplete last line, of an interrupted step, was left out."""
 
     def __init__(self, folder: pathlib.Path, meta: Meta) -> None:
         self.folder = folder
@@ -78,12 +79,12 @@ class Rank:
         return list(self._steps)
 
     def step(self, step: int) -> list[Observation]:
-        """Returns what a step recorded, in the order of computation. **Raises** KeyError if there is no such step."""
+        """Returns a step's observations in the order of computation. **Raises** KeyError if there is no such step."""
         records = self._steps[step]
         return [Observation(self._sites[r.site], r, step, self._meta.hash, self) for r in records]
 
     def release(self) -> None:
-        """Gives back the memory that values of mapped files take; what is used again is read again."""
+        """Gives back the memory of mapped values, which are read again from the files when they are next used."""
         for tensors in self._mapped.values():
             tensor_file.release(tensors)
 
@@ -122,14 +123,14 @@ class Rank:
 
 
 class Trace:
-    """A trace on disk. `ranks`: those that have begun to record, by number."""
+    """A trace on disk. `ranks`: the ranks that have begun to record, by number."""
 
     def __init__(self, folder: pathlib.Path, meta: Meta, ranks: Mapping[int, Rank]) -> None:
         self.folder, self.meta, self.ranks = folder, meta, ranks
 
     @classmethod
     def open(cls, folder: str | pathlib.Path) -> Trace:
-        """Opens the trace in a folder. **Raises** TraceError, with the file and the fault in it."""
+        """Opens the trace in a folder. **Raises** TraceError that names the file and the fault."""
         folder = pathlib.Path(folder)
         try:
             with files.reading(folder / META, links=False) as f:
@@ -158,7 +159,7 @@ class Trace:
 
 
 def check_records(step: Step, sites: list[Site], where: str) -> None:
-    """**Raises** TraceError for records of a step that contradict its sites or each other."""
+    """**Raises** TraceError if the records of a step contradict its sites or each other."""
     seen: set[str] = set()
     for i, record in enumerate(step.records):
         if record.site >= len(sites):

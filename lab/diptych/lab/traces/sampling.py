@@ -1,6 +1,6 @@
-"""Which elements of a tensor are kept, by its shape and the options alone.
+"""The choice of the elements of a tensor that a trace keeps, which depends on the shape and the options alone.
 
-All traces have the same places for tensors of the same size, and fewer places are the first of more, so that two
+Tensors of one size have the same places in all traces, and a smaller sample is a part of every larger one, so that two
 samples of different sizes have elements in common.
 """
 
@@ -16,7 +16,7 @@ from diptych.lab.traces.dtypes import DTYPES
 from diptych.lab.traces.schema import Kept, Options, Site
 
 SAMPLES = 1024
-"""Elements of a sample. Tensors that have no more are kept whole."""
+"""The number of elements of a sample. Tensors with at most so many elements are kept whole."""
 
 _SEED = 0x9E3779B97F4A7C15
 _ROUNDS = 4
@@ -41,7 +41,7 @@ def places(size: int, count: int) -> np.ndarray:
 
 
 def _permuted(x: np.ndarray, half: int) -> np.ndarray:
-    """A Feistel permutation of the numbers of 2 * half bits."""
+    """Returns a Feistel permutation of the numbers with 2 * half bits, applied to each element of x."""
     width, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = x >> width, x & mask
     for round_ in range(_ROUNDS):
@@ -53,7 +53,7 @@ def _permuted(x: np.ndarray, half: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step keeps of a site: `count` elements, "whole", "sampled" or "none"; `cut` as in `Record`."""
+    """The values of a site that a step keeps: `count` elements, "whole", "sampled" or "none". `cut`: see `Record`."""
 
     values: Kept
     count: int
@@ -61,10 +61,10 @@ class Plan:
 
 
 class Budget:
-    """The bytes of values that are left to one rank, and what each step may take of them.
+    """The bytes that one rank may still spend on values, and how a step shares them among its sites.
 
-    A step's samples come first, in order, then whole tensors in their place, in order, as far as there is room. Whole
-    tensors take at most half of the budget, so that later steps have samples too.
+    A step first takes the samples of all sites, in order, then replaces samples by whole tensors, in order, as long as
+    they fit. Whole tensors take at most half of the budget, so that later steps have samples too.
     """
 
     def __init__(self, options: Options, ranks: int) -> None:
@@ -73,7 +73,7 @@ class Budget:
         self._whole_left = self.left // 2
 
     def plan(self, sites: Sequence[Site]) -> list[Plan]:
-        """Returns what a step with these sites, in this order, may keep of each. Nothing is taken yet."""
+        """Returns the plan of each site for a step with these sites in this order. It takes nothing from the budget."""
         if self.options.values == "hash":
             return [Plan("none", 0, False)] * len(sites)
         left, whole_left, plans = self.left, self._whole_left, []
@@ -93,7 +93,7 @@ class Budget:
         return plans
 
     def take(self, sites: Sequence[Site], plans: Sequence[Plan]) -> None:
-        """Takes what these plans keep."""
+        """Takes the bytes that these plans keep from the budget."""
         for site, plan in zip(sites, plans, strict=True):
             self.left -= plan.count * _nbytes(site)
             if plan.values == "whole":

@@ -1,7 +1,7 @@
-"""What a trace is: its settings, the places that it observed, and what it recorded of each in a step.
+"""The schema of a trace: its settings, the sites that it observed, and the records of each step.
 
 These classes are also the schema on disk: an object of JSON has exactly the fields of its class. Reading is strict: a
-missing, unknown or repeated field, a value of another type and a number that is not finite are a TraceError.
+missing, unknown or repeated field, a value of another type and a number that is not finite raise TraceError.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MOST_AXES, _MOST_BYTES, _LONGEST_NAME, _LONGEST_OPTIONS = 32, 2**62, 1000, 10_0
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read or written. The message names the file, and the field or tensor in it."""
+    """The error for a trace that cannot be read or written. Its message names the file and the field or tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """The operation that computed a result from the operands in its site's `inputs`, for `diptych.lab.replay`.
 
-    `name`: of a row of `replay.table`. `options`: JSON of an object with the row's options, with sorted keys.
+    `name`: a row of `replay.table`. `options`: the row's options as a JSON object with sorted keys.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """A place that is observed in a step.
+    """A place in a model whose tensor is observed in a step.
 
-    `name`: a module's or parameter's path as its framework spells it. `call`: 0 for the first time that a name of this
-    kind occurs in a step, 1 for the second time, and so on. `dtype`: a name in `DTYPES`. `inputs`: the keys of the
-    sites that it is computed from, or None where only the order of sites is known. `operation`: of a result, if it can
-    be computed again.
+    `name`: the path of a module or parameter as its framework spells it. `call`: how often the name has occurred before
+    in the same step as a site of this kind. `dtype`: a name in `DTYPES`. `inputs`: the keys of the sites that this one
+    is computed from, or None if only the order of sites is known. `operation`: the operation that computed a result,
+    None if it cannot be computed again.
     """
 
     name: str
@@ -75,7 +75,8 @@ class Site:
 
     @property
     def key(self) -> str:
-        """What names the site in a step, and its tensor in the step's file: "kind:name", with "#call" from 1 on."""
+        """The site's name within a step, and that of its tensor in the step's file: "kind:name", followed by "#call" if
+        `call` > 0."""
         return f"{self.kind}:{self.name}" + (f"#{self.call}" if self.call else "")
 
     @property
@@ -85,12 +86,12 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a tensor was quantized, against the tensor that it was made from.
+    """The loss of a quantized tensor against its original.
 
-    `clipped`: the share of elements beyond the largest value of their block, where more than rounding was lost.
-    `flushed`: the share of nonzero elements that became zero. `sqnr`: signal to quantization noise in decibels, over
-    the elements that were finite before; inf without noise, -inf with noise alone or of a value that became NaN or
-    infinite, None without signal and noise.
+    `clipped`: the share of elements that were beyond their block's largest value and lost more than rounding takes.
+    `flushed`: the share of nonzero elements that became zero. `sqnr`: the signal-to-quantization-noise ratio in
+    decibels, over the elements that were finite before. It is inf without noise; -inf with noise alone, or if a value
+    became NaN or infinite; None with neither signal nor noise.
     """
 
     clipped: float
@@ -104,8 +105,8 @@ class Quantization:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one tensor. `amax`, `mean` and `rms` are those of its finite elements, None if there is none. `zero`, `nan`,
-    `inf` and `subnormal` are shares of all elements, 0 for an empty tensor."""
+    """The statistics of one tensor. `amax`, `mean` and `rms` are over its finite elements, None if there are none.
+    `zero`, `nan`, `inf` and `subnormal` are shares of all elements, 0 for an empty tensor."""
 
     amax: float | None
     mean: float | None
@@ -126,12 +127,12 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """What a step recorded of a site.
+    """The record of a site in a step.
 
-    `site`: its position among the rank's sites, in order of first occurrence. `hash`: of the tensor's bits, 32
-    hexadecimal digits. `values`: whether the step's file has them "whole", "sampled" (`count` of them, at
-    `places(size, count)`) or not ("none"). `cut`: whether fewer are there than `Options.values` asks for, because the
-    budget had no room.
+    `site`: its position among the rank's sites, in order of first occurrence. `hash`: the hash of the tensor's bits, 32
+    hexadecimal digits. `values`: whether the step's file has the tensor "whole", "sampled" (`count` elements, at
+    `places(size, count)`) or not at all ("none"). `cut`: whether fewer values are kept than `Options.values` asks for,
+    because the budget had no room.
     """
 
     site: int
@@ -163,9 +164,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """How a trace was asked for. `sites`: a pattern of names. `every`: a step is recorded out of so many. `values`:
-    whether values are kept beside hashes. `budget`: bytes of values that all steps of all ranks keep together. `ops`:
-    whether there are operands and results of no operations, of diptych's, or of the framework's too."""
+    """The options of a capture. `sites`: a pattern of names. `every`: the interval between recorded steps. `values`:
+    whether values are kept beside hashes. `budget`: the bytes of values that all steps of all ranks may keep together.
+    `ops`: whether operands and results are recorded of no operations, of diptych's own, or of the framework's too."""
 
     sites: str = "**"
     every: int = 1
@@ -180,12 +181,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meta:
-    """Of a whole trace.
+    """The settings of a whole trace.
 
-    `versions`: of the framework and other packages, by name. `ranks`: processes that record. `recipe`: how the run
-    spells it, or None. `hash`: the name of the function that made the hashes; those of two functions are not compared.
-    `instrumented`: whether the recorded steps ran with taps. `plain_bits`: whether they had the bits of steps without,
-    None if that was not tried.
+    `versions`: the versions of the framework and other packages, by name. `ranks`: the number of processes that record.
+    `recipe`: the recipe as the run spells it, or None. `hash`: the name of the function that made the hashes; hashes of
+    different functions are not compared. `instrumented`: whether the recorded steps ran with taps. `plain_bits`:
+    whether these steps had the same bits as steps without taps, None if that was not tried.
     """
 
     framework: str
@@ -212,7 +213,7 @@ class Meta:
 
 
 def check_shape(shape: tuple[int, ...], nbytes: int) -> None:
-    """**Raises** ValueError for a shape that no array of elements of `nbytes` bytes has."""
+    """**Raises** ValueError if no array of elements of `nbytes` bytes can have this shape."""
     extents = [n for n in shape if n]
     _check(len(shape) <= _MOST_AXES, "shape", f"has more than {_MOST_AXES} axes")
     _check(all(0 <= n <= _MOST_BYTES for n in shape), "shape", f"is impossible: {str(list(shape))[:80]}")
@@ -233,7 +234,7 @@ def _check_shares(of: Any, *names: str) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Returns an object of this module as what `json.dumps` takes: dictionaries, lists and scalars."""
+    """Returns an object of this module as values that `json.dumps` takes: dictionaries, lists and scalars."""
     kind = type(value)
     if kind is str or kind is int or kind is bool or value is None:
         return value
@@ -259,7 +260,7 @@ def load(kind: type[T], text: bytes, where: str) -> T:
 
 
 def parse(text: bytes, where: str) -> Any:
-    """Parses JSON strictly. **Raises** TraceError that begins with `where`."""
+    """Parses JSON strictly. **Raises** TraceError whose message begins with `where`."""
     try:
         return json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_repetition)
     except (ValueError, RecursionError) as e:
@@ -267,7 +268,7 @@ def parse(text: bytes, where: str) -> Any:
 
 
 def from_json(kind: type[T], value: Any, where: str) -> T:
-    """Reads an object of class `kind` from parsed JSON. **Raises** TraceError that begins with `where`."""
+    """Reads an object of class `kind` from parsed JSON. **Raises** TraceError whose message begins with `where`."""
     if kind is Meta and isinstance(value, dict) and value.get("format") == FORMAT and value.get("version") != VERSION:
         raise TraceError(f"{where}: version: is {str(value.get('version'))[:40]}, this diptych reads {VERSION}")
     try:
@@ -302,7 +303,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """Returns the function that reads a value of this type from parsed JSON or raises _Fault."""
+    """Returns the function that reads a value of type `kind` from parsed JSON, or raises _Fault."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _object_reader(kind)

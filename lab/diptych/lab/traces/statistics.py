@@ -1,4 +1,4 @@
-"""Statistics of tensors, computed in float64 block by block: the reference for those that frontends compute.
+"""Statistics of tensors, computed in float64 block by block: the reference for the statistics that frontends compute.
 
 Sums are scaled, so that float64 tensors neither overflow nor underflow.
 """
@@ -15,8 +15,8 @@ from diptych.lab.traces.dtypes import DTYPES, bits_of
 from diptych.lab.traces.schema import Quantization, Statistics
 
 BLOCK = 1 << 16
-"""Elements that are decoded at once: with fewer, calls of NumPy cost more than what they do; the float64 values of more
-do not fit into a core's cache."""
+"""The number of elements that are decoded at once. With fewer, NumPy's calls cost more than the work in them; with
+more, the float64 values do not fit into a core's cache."""
 
 
 def statistics_of(x: np.ndarray, dtype: str | None = None, quantized: Quantization | None = None) -> Statistics:
@@ -52,13 +52,13 @@ def quantization(
     dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Quantization:
-    """Returns how a tensor was quantized.
+    """Returns how a tensor was quantized, from three arrays of one shape.
 
-    **Arguments:** arrays of one shape. `x`: the tensor before, or its bits as `dtype`. `codes`: the payload's elements
-    in the same order, one in each uint8, without their scales. `element`: their dtype, such as "float8_e4m3fn".
-    `result`: the dequantized tensor, or its bits as `result_dtype`.
+    **Arguments:** `x`: the original, or its bits if `dtype` is given. `codes`: the payload's elements in the same
+    order, one in each uint8, without scales. `element`: the payload's dtype, such as "float8_e4m3fn". `result`: the
+    dequantized tensor, or its bits if `result_dtype` is given.
 
-    **Raises** ValueError for different shapes, TypeError for an unknown dtype.
+    **Raises** ValueError if the shapes differ, TypeError for an unknown dtype.
     """
     if not x.shape == codes.shape == result.shape:
         raise ValueError(f"shapes differ: {x.shape}, {codes.shape}, {result.shape}")
@@ -66,7 +66,7 @@ def quantization(
     if element not in LARGEST:
         raise TypeError(f"no tensor is quantized to {element}, but to {', '.join(LARGEST)}")
     payload, largest = DTYPES[element], LARGEST[element]
-    # Rounding alone takes up to half a step to the largest value; a step has the same size as the one below it.
+    # Rounding to the largest value moves a value by at most half of the last step between two values of the format.
     step = largest - float(payload.decode(np.array([payload.largest - 1], np.uint8))[0])
     clipped = flushed = 0
     signals, noises = [], []
@@ -86,43 +86,43 @@ def quantization(
 
 
 def decibels(signal: float, noise: float) -> float | None:
-    """Returns a ratio of two magnitudes in decibels, from their logarithms to base 10, in which -inf stands for 0 and
-    inf for what is not finite. None for two zeros."""
+    """Returns a ratio of two magnitudes in decibels, None if both are 0. The arguments are their logarithms to base 10:
+    -inf for the magnitude 0, inf for one that is not finite."""
     if noise == -math.inf:
         return None if signal == -math.inf else math.inf
     return 20 * (signal - noise) if math.isfinite(signal) and math.isfinite(noise) else -math.inf
 
 
 def logarithm(magnitude: float) -> float:
-    """Returns the logarithm to base 10 of a magnitude, for `decibels`."""
+    """Returns the logarithm to base 10 of a magnitude, as `decibels` takes it."""
     if not math.isfinite(magnitude):
         return math.inf
     return math.log10(magnitude) if magnitude else -math.inf
 
 
 def rms(x: np.ndarray) -> float:
-    """Returns the root of the mean square of float64 values, inf if one of them is not finite, and 0 for none."""
+    """Returns the root mean square of float64 values: inf if one of them is not finite, 0 if there are none."""
     if not np.isfinite(x).all():
         return math.inf
     return scaled(lambda y: math.sqrt(np.square(y).mean()), x) if x.size else 0.0
 
 
 def scaled(average: Callable[[np.ndarray], float], x: np.ndarray) -> float:
-    """Returns an average of finite values that is no further from 0 than the furthest of them; it is computed of values
-    whose largest magnitude is from 0.5 to 1."""
+    """Returns `average(x)` for finite values, clamped to their largest magnitude. Before it is computed x is scaled by
+    a power of two, to a largest magnitude from 0.5 to 1."""
     significand, exponent = math.frexp(float(np.abs(x).max()))
     found = float(average(np.ldexp(x, -exponent)))
     return math.ldexp(min(max(found, -significand), significand), exponent)
 
 
 def blocks(x: np.ndarray) -> Iterator[np.ndarray]:
-    """The elements of a contiguous array in pieces of `BLOCK`."""
+    """Returns the elements of a contiguous array in pieces of `BLOCK`."""
     flat = x.reshape(-1)
     return (flat[i : i + BLOCK] for i in range(0, flat.size, BLOCK))
 
 
 def combined_rms(parts: Iterable[tuple[float, int]]) -> float:
-    """Returns the rms of all values from the rms and number of each part's; 0 for no values."""
+    """Returns the rms of all values from the rms and the number of values of each part; 0 for no values."""
     parts = list(parts)
     total = sum(n for _, n in parts)
     return math.hypot(*(rms * math.sqrt(n / total) for rms, n in parts if n))

@@ -1,4 +1,4 @@
-"""A step's values: a safetensors file whose tensors are NumPy arrays of bits, mapped from disk when it is read.
+"""A file with a step's values: a safetensors file, read as a memory map, whose tensors are NumPy arrays of bits.
 
 The file is the length of its header as 8 bytes, the header as JSON (each tensor's dtype, shape and place) and the
 tensors' bytes. Tensors of wider elements come first, so that each is aligned.
@@ -24,14 +24,14 @@ LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
 class Tensor(NamedTuple):
-    """`bits`: unsigned integers of the dtype's width, in the tensor's shape."""
+    """A tensor as its dtype and its `bits`: unsigned integers of the dtype's width, in the tensor's shape."""
 
     dtype: DType
     bits: np.ndarray
 
     @staticmethod
     def of(x: np.ndarray, dtype: str | None = None) -> Tensor:
-        """A tensor of an array, or of its bits if `dtype` is given. **Raises** TypeError as `bits_of`."""
+        """Returns the tensor of an array, or of its bits if `dtype` is given. **Raises** the errors of `bits_of`."""
         return Tensor(*bits_of(x, dtype))
 
 
@@ -43,7 +43,7 @@ class _Entry:
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file aside, syncs and renames it. **Raises** FileError if it cannot be written."""
+    """Writes a temporary file, syncs it and renames it to `path`. **Raises** FileError if it cannot be written."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.nbytes)
     header: dict[str, Any] = {"__metadata__": {"format": "diptych-trace"}}
     end = 0
@@ -59,10 +59,10 @@ def write(path: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read(path: pathlib.Path) -> dict[str, Tensor]:
-    """Maps a file. Its bits are views of the file, whose pages are read when they are used.
+    """Maps a file. The tensors are views of the file, whose pages are read when they are used.
 
-    **Raises** TraceError, with the file and the tensor, for what is not exactly such a file: every byte behind the
-    header must belong to one tensor.
+    **Raises** TraceError that names the file and the tensor if the file is not exactly as `write` makes it: every byte
+    behind the header must belong to one tensor.
     """
     try:
         with files.reading(path, links=False) as f:
@@ -83,7 +83,7 @@ def read(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def release(tensors: Mapping[str, Tensor]) -> None:
-    """Gives back the memory of a mapped file; what is used again is read again."""
+    """Gives back the memory of a mapped file, whose pages are read again when they are next used."""
     for tensor in tensors.values():
         base: Any = tensor.bits
         while isinstance(base, np.ndarray):

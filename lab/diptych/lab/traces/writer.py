@@ -1,7 +1,8 @@
 """Writes a trace on disk, step by step, so that a process that is killed leaves a readable trace of all complete steps.
 
-A step's values are written aside and renamed when whole; only then is the step's line appended to steps.jsonl, where a
-reader leaves out a last line without its end. Each rank writes in a folder of its own, and rank 0 writes meta.json.
+A step's values are written to a temporary file, which is renamed when it is complete; only then is the step's line
+appended to steps.jsonl. A reader leaves out a last line without a newline. Each rank writes in a folder of its own, and
+rank 0 writes meta.json.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from diptych.lab.traces.tensor_file import Tensor
 
 
 class Entry(NamedTuple):
-    """What a frontend hands over of a site in a step.
+    """A site in a step, as a frontend hands it to `Writer.step`.
 
-    `hash`: of the tensor's bits, 32 hexadecimal digits. `values`: the whole tensor in its shape, or the flat sample
-    that `Writer.plan` asks for, at `places(site.size, count)`; of the site's dtype, or its bits as unsigned integers.
-    It is not read where the plan keeps no values. Where it asks for the whole tensor, a flat sample of `SAMPLES`
-    elements is kept instead, as `cut`: a frontend that learns a step's sites while it runs has perhaps no more.
+    `hash`: the hash of the tensor's bits, 32 hexadecimal digits. `values`: the whole tensor in its shape, or the flat
+    sample that `Writer.plan` asks for, at `places(site.size, count)`; its elements have the site's dtype, or are its
+    bits as unsigned integers. The writer ignores `values` where the plan keeps none. Where the plan asks for the whole
+    tensor, a flat sample of `SAMPLES` elements is kept instead, with `cut` set: a frontend that learns a step's sites
+    while the step runs may have no more.
     """
 
     site: Site
@@ -40,11 +42,12 @@ class Entry(NamedTuple):
 
 
 class Writer:
-    """Writes what one rank records. Every method **raises** TraceError for what a reader would refuse, and FileError if
-    the disk fails; a step is then not in the trace."""
+    """Writes the records of one rank. Every method **raises** TraceError for records that a reader would refuse, and
+    FileError if the disk fails; the trace then lacks that step."""
 
     def __init__(self, folder: str | pathlib.Path, meta: Meta, rank: int = 0) -> None:
-        """Begins a trace, or with other ranks the same one. **Raises** TraceError if this rank's trace is there."""
+        """Begins a rank's part of the trace in `folder`. **Raises** TraceError if the folder has one for this rank
+        already."""
         if not 0 <= rank < meta.ranks:
             raise TraceError(f"{folder}: rank {rank} is not one of {meta.ranks}")
         self.folder = pathlib.Path(folder)
@@ -66,19 +69,19 @@ class Writer:
         self._replace_meta(text)
 
     def plan(self, sites: Sequence[Site]) -> list[Plan]:
-        """Returns what the next step keeps of each site, if these are its sites, in order. It depends on the options,
-        the sites and the steps before, and on no value."""
+        """Returns the plan of each site for the next step, if it has these sites in this order. The plan depends on the
+        options, the sites and the earlier steps, not on values."""
         return self._budget.plan(sites)
 
     def budget(self) -> Budget:
-        """Returns what is left for values, in a copy by which a frontend can foresee a plan site by site."""
+        """Returns a copy of what is left for values, with which a frontend can predict a plan site by site."""
         return copy.copy(self._budget)
 
     def step(self, step: int, entries: Sequence[Entry]) -> None:
-        """Writes a step. `entries`: in the order of computation; a site's inputs come before it.
+        """Writes a step. `entries`: in the order of computation, so that a site's inputs come before it.
 
-        **Raises** ValueError if values are missing that the plan keeps, or have another shape; TypeError for their
-        dtype.
+        **Raises** ValueError if values that the plan keeps are missing or have another shape, TypeError if they have
+        another dtype.
         """
         if step <= self._last:
             raise TraceError(f"{self._path / STEPS}: step {step} does not follow step {self._last}")
@@ -103,7 +106,8 @@ class Writer:
         self._sites, self._last = sites, step
 
     def note(self, **known: Any) -> None:
-        """Replaces fields of meta.json that become known during the run, such as `recipe`. Rank 0's note counts."""
+        """Replaces fields of meta.json that become known during the run, such as `recipe`; only rank 0 writes the
+        file."""
         if any(getattr(self.meta, name) != value for name, value in known.items()):
             self.meta = dataclasses.replace(self.meta, **known)
             self._replace_meta(dump(self.meta))
@@ -129,7 +133,7 @@ class Writer:
                 f.write(text)
 
     def _append(self, text: bytes) -> None:
-        """Appends a whole line, or none if it is interrupted."""
+        """Appends a whole line, or nothing if it is interrupted."""
         size, left = os.fstat(self._lines).st_size, memoryview(text)
         try:
             while left:
