@@ -136,19 +136,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _described(commands: Any, name: str, says: str) -> argparse.ArgumentParser:
-    """Adds a command whose own help begins with what the list of commands says of it."""
+    """Adds a command whose own help begins with its line in the list of commands."""
     return commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """A parser that prints an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not `None` ones."""
+    """A formatter that shows default values, except `None`."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)

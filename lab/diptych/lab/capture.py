@@ -1,4 +1,4 @@
-"""Rules of captures for both frameworks: their options, which sites are recorded, and how sites are numbered.
+"""Rules of captures that both frameworks share: options, the choice of recorded sites, and the numbering of calls.
 
 A frontend numbers the tensors of a step by `Calls`, in the order of computation, and hands them to
 `diptych.lab.traces.Writer`.
@@ -26,20 +26,20 @@ from diptych.lab.traces.statistics import decibels, logarithm
 HASH = "diptych-128"
 """The name of the core's hash in a trace's meta.json."""
 MODEL = "(model)"
-"""The name of a whole model, whose path is empty. Parentheses keep it apart from a child that is called "model"."""
+"""The name of a whole model, whose path is empty. Parentheses distinguish it from a child that is called "model"."""
 EVERYTHING: dict[str, Any] = {"values": "full", "budget": 2**61, "ops": "all", "statistics": False}
-"""Options of a capture from which every operation can be computed again."""
+"""Options of a capture after which every operation can be computed again."""
 
 
 class CaptureWarning(UserWarning):
-    """A tensor of a step that is not recorded."""
+    """The warning about a tensor of a step that is not recorded."""
 
 
 def options(sites: Any, every: Any, values: Any, budget: Any, ops: Any = "own") -> Options:
     """Returns the checked options of a capture.
 
-    **Raises** TypeError for another type of an argument, ValueError for a pattern that is empty, `every` below 1, a
-    negative `budget`, `values` other than "hash", "sample" and "full", or `ops` other than "none", "own" and "all".
+    **Raises** TypeError if an argument has another type, ValueError if `sites` is empty, `every` is below 1, `budget`
+    is negative, `values` is not "hash", "sample" or "full", or `ops` is not "none", "own" or "all".
     """
     for name, value, kind in (("sites", sites, str), ("every", every, int), ("values", values, str), ("ops", ops, str)):
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -63,14 +63,14 @@ def options(sites: Any, every: Any, values: Any, budget: Any, ops: Any = "own") 
 def wanted(pattern: str, name: str) -> bool:
     """Returns whether a pattern of sites matches a name.
 
-    Names and patterns are compared part by part, as rules of `convert` are; parts end at "." or "/", so that one
-    pattern serves both frameworks.
+    Patterns are compared part by part, as the rules of `convert` are. Parts end at "." or "/", so that one pattern
+    serves both frameworks.
     """
     return matches(pattern.replace(".", "/"), name.replace(".", "/"))
 
 
 def named(path: str, place: str = "") -> str:
-    """Returns the name of a module's output. `place`: where in a structure of outputs it is, such as "[0]"."""
+    """Returns the name of a module's output. `place`: its place in a structure of outputs, such as "[0]"."""
     return (path or MODEL) + place
 
 
@@ -91,7 +91,7 @@ class Calls:
 
 
 def operation(name: str, options: Mapping[str, Any]) -> Operation | None:
-    """Returns an operation of `replay.table` as results have it; None if its quantizer cannot be written to a file."""
+    """Returns an operation of `replay.table` for a result's site, None if its quantizer cannot be written to a file."""
     try:
         return Operation(name, table.encoded(name, options))
     except ArgumentError:
@@ -100,47 +100,47 @@ def operation(name: str, options: Mapping[str, Any]) -> Operation | None:
 
 @functools.lru_cache(2**16)
 def printable(name: str) -> str:
-    """Returns a name that a trace takes: what cannot be printed is replaced, as are parts that are ".."."""
+    """Returns a name that a trace accepts: unprintable characters and parts that are ".." are replaced."""
     text = "".join(c if c.isprintable() else "?" for c in name)[:1000]
     return re.sub(r"(^|/)\.\.(?=/|$)", r"\1__", text)
 
 
 def digits(words: np.ndarray) -> str:
-    """Returns a hash of the core, four words of 32 bits, as the hexadecimal digits that a trace has."""
+    """Returns the core's hash, four words of 32 bits, as 32 hexadecimal digits."""
     return words.astype("<u4").tobytes().hex()
 
 
 def statistics(row: Sequence[float], size: int, quantized: Quantization | None = None) -> Statistics:
-    """Returns the statistics of a tensor of `size` elements, from the seven numbers that the core's op computes."""
+    """Returns the statistics of a tensor of `size` elements. `row`: the seven numbers that the core's op computes."""
     zero, nan, inf, subnormal = (n / max(size, 1) for n in row[3:])
-    amax, mean, rms = row[:3] if row[4] + row[5] < size else (None, None, None)  # of no finite element
+    amax, mean, rms = row[:3] if row[4] + row[5] < size else (None, None, None)  # no element is finite
     return Statistics(amax, mean, rms, zero, nan, inf, subnormal, quantized)
 
 
 def quantization(row: Sequence[float], size: int) -> Quantization:
-    """Returns how a tensor of `size` elements was quantized, from the statistics of the tensor before and those of its
-    errors, seven and nine numbers that the core's op computes."""
+    """Returns the loss of a quantized tensor with `size` elements. `row`: the statistics that the core's op computes,
+    seven numbers of the original and nine of the errors."""
     before = dict(zip(NAMES, row, strict=False))
     errors = dict(zip(OF_ERRORS, row[len(NAMES) :], strict=True))
-    overflown = errors["nan"] + errors["inf"] > before["nan"] + before["inf"]  # what was finite
+    overflown = errors["nan"] + errors["inf"] > before["nan"] + before["inf"]  # finite elements became infinite or NaN
     noise = math.inf if overflown else errors["rms"]
     clipped, flushed = errors["clipped"] / max(size, 1), errors["flushed"] / max(size, 1)
     return Quantization(clipped, flushed, decibels(logarithm(before["rms"]), logarithm(noise)))
 
 
 def elements(payload: Site) -> int:
-    """Returns how many elements a quantized tensor's payload holds: formats of four bits have two in a byte."""
+    """Returns the number of elements in a payload: formats with 4-bit elements have two in a byte."""
     return payload.size * (2 if payload.dtype == "uint8" else 1)
 
 
 def largest_byte(element: str) -> int:
-    """Returns the byte of a payload whose elements are all the format's largest value."""
+    """Returns the payload's byte in which all elements are the format's largest value."""
     code = DTYPES[element].largest
     return code * 17 if element == "float4_e2m1fn" else code
 
 
 def beyond(element: str) -> float:
-    """Returns the smallest multiple of a format's largest value that rounding alone does not bring down to it.
+    """Returns the smallest multiple of a format's largest value that rounding alone does not reduce to that value.
     `element`: the payload's dtype, such as "float8_e4m3fn"."""
     form = DTYPES[element]
     codes = np.array([form.largest - 1, form.largest], np.uint8)

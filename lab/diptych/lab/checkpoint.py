@@ -1,7 +1,7 @@
-"""Checkpoints: an uncompressed npz of plain NumPy arrays and a JSON header, written atomically, checked before use.
+"""Checkpoints: an uncompressed npz of plain NumPy arrays and a JSON header, written atomically and checked before use.
 
 A checkpoint is a zip archive whose members are not compressed. Each member is one array in NumPy's file format;
-`header` holds JSON text as bytes. The digest in the header covers the header's other fields, and the names and bytes of
+`header` holds JSON text as bytes. The digest in the header covers the header's other fields and the names and bytes of
 all other members, including the arrays' own headers. `np.load` reads such a file too.
 """
 
@@ -42,7 +42,7 @@ _ARRAY_HEADER = re.compile(
 
 @dataclasses.dataclass
 class Checkpoint:
-    """The state after `state.step` updates, the losses up to it, and the settings of its run."""
+    """The state after `state.step` updates, the losses until then, and the settings of the run."""
 
     state: State
     losses: np.ndarray
@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 class _Damage(Exception):
-    """A damaged file; the message says what is wrong with it."""
+    """The error for a damaged file. Its message says what is wrong."""
 
 
 def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def save(path: pathlib.Path, checkpoint: Checkpoint) -> None:
 
 
 def load(path: pathlib.Path) -> Checkpoint:
-    """Reads and verifies a checkpoint; `path` may be the folder that holds it.
+    """Reads and verifies a checkpoint. `path`: the file, or the folder that holds it.
 
-    It never allocates more memory than the file has bytes, even if the file is damaged.
+    The memory that it allocates is bounded by the file's size, even if the file is damaged.
 
-    **Raises** CheckpointError with the file and the error in it. Nothing is written.
+    **Raises** CheckpointError that names the file and the fault. Nothing is written.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if files.kind(path) == "nothing":
@@ -111,7 +111,7 @@ def load(path: pathlib.Path) -> Checkpoint:
 
 
 def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: pathlib.Path) -> None:
-    """**Raises** CheckpointError with every setting in which the checkpoint and this run differ, or a wrong array."""
+    """**Raises** CheckpointError that names each setting in which checkpoint and run differ, or a wrong array."""
     wrong = []
     for key, want in expected.items():
         have = checkpoint.identity.get(key)
@@ -141,7 +141,7 @@ def _same_names(path: pathlib.Path, section: str, found: set[str], expected: set
 
 
 def _quantizing_names(job: Job) -> set[str]:
-    """The quantizers' states of all linear layers; see `State`."""
+    """Returns the names of the quantizers' states of all linear layers; see `State`."""
     if job.recipe is None:
         return set()
     plan = linear_plan(job.recipe)
@@ -150,7 +150,7 @@ def _quantizing_names(job: Job) -> set[str]:
 
 
 def _short(text: str) -> str:
-    """A shortened excerpt of a damaged file, for an error message."""
+    """Returns an excerpt of a damaged file, shortened for an error message."""
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
@@ -204,7 +204,7 @@ def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
                     if got != len(raw) or member.read(1):  # past the end: its CRC is compared there
                         raise _Damage(f"damaged: {_short(info.filename)!r} ends after {got} of {len(raw)} bytes")
     except _BAD_ARCHIVE as e:
-        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # the archive leads to a place that no file has
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # EINVAL: an offset in the archive is impossible
             raise
         f.seek(0)
         found = "it is empty" if not size else f"{type(e).__name__}: {_short(str(e))}"
@@ -214,7 +214,7 @@ def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
 
 
 def _header(raw: np.ndarray) -> dict[str, Any]:
-    """The checked fields of the header, its digest included."""
+    """Returns the checked fields of the header, including the digest."""
     try:
         header = json.loads(_array("header", raw).tobytes())
     except (ValueError, RecursionError) as e:
@@ -264,7 +264,7 @@ def _member(array: np.ndarray) -> tuple[bytes, memoryview]:
 
 
 def _array(name: str, raw: np.ndarray) -> np.ndarray:
-    """Returns the array of a member, without a copy."""
+    """Returns a member's array as a view of its bytes."""
     start = len(_MAGIC) + 2
     text = raw[start : start + int.from_bytes(raw[start - 2 : start].tobytes(), "little")].tobytes()
     found = _ARRAY_HEADER.fullmatch(text)

@@ -32,7 +32,7 @@ VERDICTS = {True: "pass", False: "FAIL", None: "undecided"}
 
 
 class InputError(ValueError):
-    """Invalid arguments; the message says which and why."""
+    """The error for invalid arguments. Its message names the argument and the fault."""
 
 
 _REFUSALS = (
@@ -42,8 +42,8 @@ _REFUSALS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input, 3 for a comparison that needs
-    more seeds, 130 after Ctrl-C."""
+    """Runs one command. Returns 0 for success, 1 for a failed check or run, 2 for bad input, 3 for a comparison that
+    needs more seeds, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = parser().parse_args(arguments)
     ctrl_c = Interrupt(args.command)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if argv is None:
                     ctrl_c.end()
                 raise
-    except BrokenPipeError:  # whoever read the output has enough of it
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except _REFUSALS as e:
@@ -129,7 +129,7 @@ def _frontend(name: str, device: str) -> Any:
 
 @contextlib.contextmanager
 def _writing(folder: pathlib.Path, *names: str) -> Iterator[None]:
-    """Locks the folder of results, and refuses at once a path at which results could not be written later."""
+    """Locks the folder of results. **Raises** InputError at once if results could not be written there later."""
     if (found := files.kind(folder)) not in ("a folder", "nothing"):
         raise InputError(f"--out {folder}: is not a folder but {found}")
     for name in names:

@@ -1,9 +1,9 @@
-"""The comparison of two frameworks: the same model, weights and batches, in high precision and by a recipe.
+"""The comparison of two frameworks: the same model, weights and batches, in high precision and with a recipe.
 
 First, some steps are captured as traces: every operation of the first framework is replayed in the second on the
-recorded operands, and both trajectories are compared in bits. Then four runs train to the end, and their losses and
-kernel counts are checked. Further seeds add four runs each, of which the final losses alone are compared. All results
-go into one plain dictionary, which the report shows.
+recorded operands, and the bits of both trajectories are compared. Then four runs train to the end, and their losses and
+kernel counts are checked. Each further seed adds four runs, whose final losses alone are compared. All results go into
+one plain dictionary, which the report shows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from diptych.lab.seeds import Pairs, overall
 ENTROPY_FACTOR = 0.8
 OPS = ("quantize", "gemm", "bias_grad", "scale_update")
 JOINED = "scale_update_many"  # runs in place of scale_update where Frontend.updates_together
-"""Ops that training calls, whose counts in the kernel table are checked."""
+"""The op whose count in the kernel table is checked, together with those in `OPS`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a comparison. `corrupt`: name of the framework whose low-precision runs get `corruption`. `seeds`: how
-    many seeds from `settings.seed` on are trained; traces, replays and kernel counts are those of the first.
+    """The options of a comparison. `corrupt`: the framework whose low-precision runs get `corruption`. `seeds`: the
+    number of seeds to train, from `settings.seed` on; traces, replays and kernel counts are those of the first seed.
     `keep_traces`: whether the values of the first steps stay on disk."""
 
     recipe_name: str
@@ -53,7 +53,7 @@ class Options:
     keep_traces: bool = False
 
     def of_seed(self, seed: int) -> Options:
-        """Returns the options of a comparison of one other seed."""
+        """Returns the options for a comparison with one other seed."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, seed=seed), seeds=1)
 
     def job(self, framework: str, low: bool) -> Job:
@@ -71,7 +71,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check's result; if any check fails, so does the command. `passed`: None is undecided."""
+    """The result of one check; the command fails if any check fails. `passed`: None if it is undecided."""
 
     name: str
     passed: bool | None
@@ -89,10 +89,10 @@ def compare(
     say: Say,
     progress: bool,
 ) -> dict[str, Any]:
-    """Runs the whole comparison of a pair of frontends. `folder`: of the results; traces are in it while they
-    are compared, and stay as `traces/FRAMEWORK` if `options` say so.
+    """Runs the whole comparison of a pair of frontends. `folder`: the folder for results. Traces are written in it, and
+    stay as `traces/FRAMEWORK` if `options` ask for that.
 
-    **Raises** TraceError if they are to stay and there are older ones.
+    **Raises** TraceError if traces are to stay and older ones are there.
 
     **Returns:** plain data: "checks", "passed" (None: undecided), "runs" (of the first seed), "pairs" (of all seeds by
     framework), "trace", "replay", "framework_ops", "entropy", "seconds", settings.
@@ -179,7 +179,7 @@ def _pairs(framework: str, of_seeds: dict[int, dict[str, train.RunResult]], opti
 
 
 def _formats(recipe: Recipe) -> list[dict[str, str]]:
-    """Returns the quantizers of the operands of each product: a row for each tensor and quantizer."""
+    """Returns the quantizers of each product's operands, in one row for each tensor and quantizer."""
     plan, rows = linear_plan(recipe), []
     uses = (("input", "fprop", "wgrad"), ("weight", "fprop", "dgrad"), ("grad_output", "dgrad", "wgrad"))
     for tensor, *products in uses:
@@ -203,7 +203,7 @@ def _corruption_data(options: Options) -> dict[str, Any] | None:
 
 
 def calls_per_linear(recipe: Recipe | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Kernel calls of one linear in a training step, and in an evaluated batch, by op."""
+    """Returns the kernel calls of one linear layer by op, in a training step and in an evaluated batch."""
     step: dict[str, int] = dict.fromkeys(OPS, 0)
     if recipe is None:
         return step, dict(step)
@@ -216,7 +216,7 @@ def calls_per_linear(recipe: Recipe | None) -> tuple[dict[str, int], dict[str, i
 
 
 def expected_calls(options: Options, frontend: Frontend, run: train.RunResult, low: bool) -> dict[str, int]:
-    """Kernel calls that training must make, by op."""
+    """Returns the kernel calls that a training run must make, by op."""
     step, evaluated = calls_per_linear(options.recipe if low else None)
     linears = len(options.model.linears)
     calls = {op: linears * (step[op] * run.steps_run + evaluated[op] * run.evaluations_run) for op in step}
@@ -274,7 +274,8 @@ def _run_data(pair: tuple[Frontend, Frontend], name: str, run: train.RunResult, 
 
 
 def _losses_part(pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResult], options: Options) -> list[Any]:
-    """Returns for each precision the first step whose losses differ between the compiled runs, and by how many ULP."""
+    """Returns, for each precision, the first step in which the compiled runs' losses differ, and the distance in
+    ULP."""
     out = []
     for which in (HIGH, options.recipe_name):
         a, b = (runs[f"{f.name} {which}"].losses.astype(np.float32) for f in pair)

@@ -12,19 +12,19 @@ import numpy as np
 from diptych.lab import files
 
 DEFAULT_CAP = 8 << 20
-"""Bytes read at most."""
+"""The largest number of bytes that is read by default."""
 
 _SKIPPED_DIRS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "node_modules"}
 _VALIDATION_PERIOD = 10
 
 
 class DataError(ValueError):
-    """Data that is missing, unreadable or too small."""
+    """The error for data that is missing, unreadable or too small."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteData:
-    """A train and a validation split of bytes, uint8 each, and where they came from."""
+    """A training and a validation split of bytes, uint8 arrays, and their source."""
 
     train: np.ndarray
     valid: np.ndarray
@@ -33,18 +33,19 @@ class ByteData:
 
     @property
     def unigram_entropy(self) -> float:
-        """Entropy of single bytes in nats over both splits: the lowest loss of a model without context."""
+        """The entropy of single bytes in nats, over both splits: the lowest loss of a model without context."""
         counts = np.bincount(self.train, minlength=256) + np.bincount(self.valid, minlength=256)
         p = counts[counts > 0] / counts.sum()
         return float(-(p * np.log(p)).sum())
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> np.ndarray:
-        """Training windows of one step, int32 [batch, seq + 1]: a function of (seed, step) only."""
+        """Returns the training windows of a step, int32 [batch, seq + 1]. They depend on the data, `seed` and `step`
+        alone."""
         starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - seq, size=batch)
         return self.train[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
     def validation_batches(self, count: int, batch: int, seq: int) -> list[np.ndarray]:
-        """`count` batches of windows spread evenly over the validation split, the same for every run."""
+        """Returns `count` batches of windows spread evenly over the validation split, equal for every run."""
         starts = np.linspace(0, len(self.valid) - seq - 1, count * batch).astype(np.int64)
         windows = self.valid[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
         return list(windows.reshape(count, batch, seq + 1))
@@ -62,12 +63,12 @@ class ByteData:
 def load(path: str | os.PathLike[str] | None = None, *, cap: int = DEFAULT_CAP) -> ByteData:
     """Reads bytes and splits them.
 
-    **Arguments:** `path`: a file or a directory; None: the source of Python's standard library. `cap`: the most bytes
-    to read; files are read in sorted order.
+    **Arguments:** `path`: a file or a directory; None: the source of Python's standard library. `cap`: the largest
+    number of bytes to read; files are read in sorted order.
 
     **Returns:** `ByteData`. Every tenth file is for validation, or the last tenth of a single file.
 
-    **Raises:** DataError for a path that is missing, unreadable or holds nothing.
+    **Raises** DataError if the path is missing, unreadable or holds nothing.
     """
     if path is None:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -95,7 +96,8 @@ def _python_version() -> str:
 
 
 def _walk(root: pathlib.Path, suffix: str) -> list[pathlib.Path]:
-    """Files below `root` in sorted order, without hidden files, packages and tests, which differ by installation."""
+    """Returns the files below `root` in sorted order. Hidden files, packages and tests differ by installation and are
+    left out."""
 
     def unreadable(e: OSError) -> None:
         raise DataError(f"{e.filename}: cannot be read: {e.strerror}") from e

@@ -1,4 +1,4 @@
-"""Reports what this machine runs natively, emulated or not at all, and why, and the versions of all libraries."""
+"""Reports which recipes and kernels run natively, emulated or not at all on this machine, and why."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PACKAGES = ("diptych", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "optax")
 
 
 def diagnose() -> dict[str, Any]:
-    """Everything that `diptych doctor` prints, as plain data. Works with no frontend and no GPU."""
+    """Returns all data that `diptych doctor` prints. It works without frontends and without a GPU."""
     frontends: dict[str, Any] = {}
-    for name, found in discover().items():  # first, because they bring the cuBLASLt that the core finds
+    for name, found in discover().items():  # first, because frameworks load the cuBLASLt that the core finds
         if isinstance(found, Exception):
             frontends[name] = {"usable": False, "why": f"{type(found).__name__}: {found}"}
         else:
@@ -54,7 +54,7 @@ def _version(package: str) -> str | None:
 
 
 def _cuda() -> tuple[dict[str, Any], str | None]:
-    """The GPUs that the core finds, or why it finds none."""
+    """Returns the GPUs that the core finds, and the reason if it finds none."""
     try:
         info = dict(core.cuda_info())
     except RuntimeError as e:
@@ -67,7 +67,7 @@ def _cuda() -> tuple[dict[str, Any], str | None]:
 
 
 def _driver() -> str | None:
-    """The CUDA version that the installed driver supports, None if there is no driver."""
+    """Returns the CUDA version that the installed driver supports, None if there is no driver."""
     try:
         version = ctypes.c_int()
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -77,7 +77,7 @@ def _driver() -> str | None:
 
 
 def _recipe(name: str, recipe: Recipe, device: tuple[str, int, str]) -> dict[str, Any]:
-    """How one recipe's three products run on one device, for an aligned and an unaligned shape."""
+    """Returns how a recipe's three products run on one device, for an aligned and an unaligned shape."""
     backend, index, label = device
     products: dict[str, dict[str, Any]] = {}
     arch = 0 if backend == "cpu" else core.cuda_info()["archs"][index]
@@ -108,7 +108,7 @@ def _product(
     index: int,
     options: GemmOptions,
 ) -> dict[str, Any]:
-    """The kernel of one product, or the reason why there is none."""
+    """Returns the kernel of one product, or the reason why there is none."""
     a, b = operands
     if a is None or b is None:
         return {"level": "high precision", "kernel": "", "note": "the framework's own product"}
@@ -122,7 +122,8 @@ def _product(
 
 
 def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
-    """The kernels of an op in the kernel table's order: those for special operands, then the one for all others."""
+    """Returns the kernels of an op in the kernel table's order: those for special operands, then the one for all
+    others."""
     special: list[str] = []
     for row in core.kernel_table():
         serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch
@@ -138,7 +139,7 @@ def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Returns the result of `diagnose()` as text for people."""
+    """Returns the result of `diagnose()` as text for the terminal."""
     packages = ", ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     build = found["build"]
     lines = [

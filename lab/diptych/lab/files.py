@@ -1,4 +1,4 @@
-"""Files of the lab: only regular files are read, writes are atomic, and one run at a time writes in a folder."""
+"""Files of the lab: it reads regular files alone, writes atomically, and lets one run at a time write in a folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 
 
 class BusyError(RuntimeError):
-    """A folder in which another run writes."""
+    """The error for a folder in which another run writes."""
 
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path, *, links: bool = True) -> Iterator[BinaryIO]:
     """Opens a regular file; it never blocks on a pipe or a device. `links`: whether a link is followed.
 
-    **Raises** FileError, also for errors while the file is read.
+    **Raises** FileError if the file cannot be opened, or if an error occurs while it is read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
@@ -44,19 +44,19 @@ def reading(path: pathlib.Path, *, links: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces `path` by a file with this text. **Raises** FileError; the old file is then unchanged."""
+    """Replaces `path` by a file with this text. **Raises** FileError if it cannot; the old file is then unchanged."""
     with replacing(path) as f:
         f.write(text.encode())
 
 
 def real(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path without links; unlike `Path.resolve`, also of a link to itself."""
+    """Returns the path with links resolved. Unlike `Path.resolve` it accepts a link to itself."""
     return pathlib.Path(os.path.realpath(path))
 
 
 def require_writable(option: str, path: pathlib.Path, traces: Sequence[pathlib.Path]) -> None:
-    """**Raises** FileError at once for a file that could not be written later, that is inside of a trace's folder, or
-    that is a link, which would be replaced. `option`: of the command line."""
+    """**Raises** FileError at once if a file could not be written later, is inside of a trace's folder, or is a link,
+    which would be replaced. `option`: the option of the command line that names it."""
     if os.fspath(path) == "-":
         raise FileError(errno.EINVAL, f"{option} -: is no name of a file; standard output has the summary")
     if path.is_symlink():
@@ -72,11 +72,11 @@ def require_writable(option: str, path: pathlib.Path, traces: Sequence[pathlib.P
 
 @contextlib.contextmanager
 def only_run(folder: pathlib.Path) -> Iterator[None]:
-    """Makes `folder`, and locks it against other runs until the block ends or the process dies.
+    """Makes `folder`, and locks it against other runs until the context ends or the process dies.
 
     Partial files of killed runs are removed. If the file system has no locks, a warning is printed on stderr.
 
-    **Raises** BusyError with the process that holds the lock, FileError if the folder cannot be written.
+    **Raises** BusyError that names the process with the lock, FileError if the folder cannot be written.
     """
     path = folder / LOCK_NAME
     try:
@@ -90,7 +90,7 @@ def only_run(folder: pathlib.Path) -> Iterator[None]:
                 os.unlink(entry.path)
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):  # somebody removed the folder
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
             os.unlink(path)
         os.close(fd)
 
@@ -118,4 +118,4 @@ def _lock(path: pathlib.Path) -> int:
             os.truncate(fd, 0)
             os.write(fd, f"{os.getpid()}\n".encode())
             return fd
-        os.close(fd)  # whoever held it has removed it meanwhile
+        os.close(fd)  # the previous holder has removed the file meanwhile

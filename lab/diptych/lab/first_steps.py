@@ -1,5 +1,5 @@
 """The first steps of one job in two frameworks, captured as traces: operations of the first framework are computed
-again in the second one, and the tensors of both are compared in bits.
+again in the second one, and the bits of both frameworks' tensors are compared.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Distance, Observation, Trace, distances, tensor_distance
 from diptych.lab.traces.reader import rank_name, step_name
 
-# --- which operations belong to a linear layer ---
+# --- the operations of a linear layer ---
 
 _OPERANDS = {
     "fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input"),
 }  # fmt: skip
-"""The tensors that each training product multiplies."""
+"""The two operands of each training product."""
 ROLES = ("input", "weight", "fprop", "grad_output", "dgrad", "wgrad", "bias_grad")
 
 
@@ -44,10 +44,10 @@ def product(op: Op) -> str:
 
 
 def labelled(found: Iterable[Recorded], model: ModelConfig) -> list[Labelled]:
-    """Returns the operations of the model's linear layers with their roles, in order.
+    """Returns the operations of the model's linear layers with their roles, in order; other operations are left out.
 
-    A tensor that is quantized has the role that its payload has in the layer's products. Where bits are equal, it is
-    the first role, in the order of `ROLES`, that no earlier tensor has. Other operations are left out.
+    The role of a quantized tensor is that of its payload in the layer's products. If several payloads have equal bits,
+    it is the first role, in the order of `ROLES`, that no earlier tensor has.
     """
     of_linears: dict[str, list[Recorded]] = {name: [] for name in model.linears}
     order = []
@@ -87,7 +87,7 @@ def missing_products(found: Iterable[Labelled], model: ModelConfig) -> list[str]
 
 
 def activation_order(model: ModelConfig) -> list[tuple[str, str]]:
-    """Returns (site, kind of the operation that computes it) of every activation in forward order, without the loss."""
+    """Returns every activation in forward order, except the loss, as (site, kind of the operation that computes it)."""
     order = [("embed", "embedding"), ("embedded", "add")]
     linear = "quantized linear"
     for i in range(model.layers):
@@ -106,8 +106,8 @@ def activation_order(model: ModelConfig) -> list[tuple[str, str]]:
 class FirstSteps(NamedTuple):
     """The comparison of the first steps of a job in two frameworks.
 
-    `data`: the report's tables, plain data. `missing`: products that ran no quantized gemm. `replayed`: the distances
-    of all results of diptych's operations that were computed again.
+    `data`: the report's tables as plain data. `missing`: products that no quantized gemm computed. `replayed`: the
+    distances of all replayed results of diptych's own operations.
     """
 
     data: dict[str, Any]
@@ -124,11 +124,11 @@ def first_steps(
     folder: pathlib.Path,
     keep: bool,
 ) -> FirstSteps:
-    """Trains both frameworks on `batches` and compares what they compute, step by step.
+    """Trains both frameworks on `batches` and compares their tensors step by step.
 
-    **Arguments:** `trainers`: of `pair`, from equal states. `device`: where operations are computed again. `folder`:
-    gets a trace of each framework, by its name. `keep`: whether values stay there; otherwise those of a step are
-    deleted when it has been compared.
+    **Arguments:** `trainers`: the trainers of `pair`, in equal states. `device`: where operations are computed again.
+    `folder`: the folder for one trace of each framework, named after it. `keep`: whether values stay there; otherwise
+    those of a step are deleted after its comparison.
 
     **Raises** TraceError if `folder` has traces already, OSError if it cannot be written.
     """
@@ -146,7 +146,7 @@ def first_steps(
 
 
 class _Tables:
-    """Gathers the report's tables step by step."""
+    """The report's tables, to which steps are added."""
 
     def __init__(self, pair: tuple[Frontend, Frontend], model: ModelConfig, device: str) -> None:
         self._pair, self._model, self._device = pair, model, device
@@ -156,7 +156,7 @@ class _Tables:
         self._missing: list[str] = []
 
     def add(self, number: int, losses: list[float], sides: list[list[Observation]]) -> None:
-        """Compares one step. `sides`: what each framework recorded."""
+        """Compares one step. `sides`: the observations of each framework."""
         ops = [list(operations(side)) for side in sides]
         for recorded in ops[0]:
             again = self._pair[1].replay(recorded.op, self._device)
@@ -246,7 +246,8 @@ def _gradients(a: dict[str, Observation], b: dict[str, Observation]) -> list[_Pa
 
 
 def _rows(found: list[_Part]) -> list[dict[str, Any]]:
-    """Returns a step's table: for each kind of tensor how many elements differ, where first, and by how much."""
+    """Returns a step's table. For each kind of tensor it has the number of elements that differ, the first place with a
+    difference, and the distance."""
     by_what: dict[str, list[_Part]] = {}
     for part in found:
         by_what.setdefault(part.what, []).append(part)

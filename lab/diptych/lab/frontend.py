@@ -1,6 +1,7 @@
-"""The interface between the lab and a framework: NumPy arrays and value objects in, NumPy arrays out.
+"""The interface between the lab and a framework: arguments and results are NumPy arrays and value objects.
 
-A frontend registers an object under the entry-point group `diptych.frontends`. The lab imports neither torch nor jax.
+A frontend registers an object under the entry-point group `diptych.frontends`. The lab's files outside of `lab/torch`
+and `lab/jax` import neither framework.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ GROUP = "diptych.frontends"
 
 
 class FrontendError(RuntimeError):
-    """A framework is not installed, or cannot run what was requested on this machine."""
+    """The error for a framework that is not installed, or cannot run what was requested on this machine."""
 
 
 class TrainingError(RuntimeError):
-    """A run failed, for example because a loss is not finite."""
+    """The error for a run that failed, for example because a loss is not finite."""
 
 
 @dataclasses.dataclass
 class State:
     """The complete state of a training run, with the same names in both frameworks.
 
-    `first`, `second`: AdamW's running means of the gradient and of its square. `step`: updates made so far.
+    `first`, `second`: AdamW's running means of the gradient and of its square. `step`: the number of updates so far.
     `quantizing`: the quantizers' states of all linear layers, with the names of a torch state dict:
     <linear>.scale_states.<slot>.scale, .amax_history and .fp8_max (float32), <linear>.rng_state (int32 [4]); empty for
     recipes without state.
@@ -50,12 +51,12 @@ class Trainer(Protocol):
     """A model, its optimizer and its state in one framework."""
 
     def step(self, batch: np.ndarray) -> float:
-        """Makes one update on int32 [batch, seq + 1] tokens. Returns the loss before it, in nats per byte."""
+        """Makes one update on tokens, int32 [batch, seq + 1]. Returns the loss before the update, in nats per byte."""
         ...
 
     def captured(self, out: pathlib.Path) -> AbstractContextManager[Callable[[np.ndarray], float]]:
-        """Returns a context with a function like `step`, whose calls are recorded as the steps of a trace in `out`:
-        all values of all sites, and operations of the framework. Its job must be one without compilation."""
+        """Returns a context with a function like `step`, whose calls are recorded as the steps of a trace in `out`: all
+        values of all sites, and operations of the framework. The trainer's job must not be compiled."""
         ...
 
     def evaluate(self, batch: np.ndarray) -> float:
@@ -67,7 +68,7 @@ class Trainer(Protocol):
         ...
 
     def state(self) -> State:
-        """A copy of the state."""
+        """Returns a copy of the state."""
         ...
 
     def restore(self, state: State) -> None:
@@ -83,23 +84,23 @@ class Frontend(Protocol):
     """Whether the delayed scales of a linear are updated by one call of scale_update_many, not by a call for each."""
 
     def versions(self) -> dict[str, str]:
-        """Versions of the framework and of what it loaded."""
+        """Returns the versions of the framework and of the libraries that it loaded."""
         ...
 
     def device_problem(self, device: str) -> str | None:
-        """Why "cpu" or "cuda" cannot be used here, None if it can."""
+        """Returns the reason why "cpu" or "cuda" cannot be used here, None if it can."""
         ...
 
     def trainer(self, job: Job, weights: Weights) -> Trainer:
-        """A fresh trainer that starts from `weights`."""
+        """Returns a new trainer that starts from `weights`."""
         ...
 
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
-        """Returns the outputs of a recorded diptych op, recomputed by this framework's raw ops."""
+        """Returns the results of a recorded operation, computed again by this framework."""
         ...
 
     def feeder(self, model: Any, device: str) -> Feeder:
-        """Returns a model of the framework, on a device, for a bisection."""
+        """Returns the feeder of a model of this framework, on a device, for a bisection."""
         ...
 
 
@@ -110,7 +111,7 @@ def discover() -> dict[str, Frontend | Exception]:
         try:
             found[entry.name] = entry.load()
         except Exception as e:
-            found[entry.name] = e  # `require` reports it: a broken framework must not hide the other
+            found[entry.name] = e  # reported by `require`: a broken framework must not hide the other
     return found
 
 

@@ -1,4 +1,5 @@
-"""Ctrl-C in a command: a run ends after its current step, or at once before the first one, and in any case soon."""
+"""Ctrl-C in a command: a run ends after its current step, or at once before the first one, but always within
+seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 STATUS = 130
 GRACE = 5.0
-"""Seconds after which the process ends although nobody has seen the interrupt."""
+"""Seconds after which the process ends even if the interrupt was lost."""
 
 
 class Interrupt:
@@ -47,7 +48,7 @@ class Interrupt:
         self._stepping = True
 
     def requested(self) -> bool:
-        """Whether the run should end now, between two steps."""
+        """Returns whether the run should end now, between two steps."""
         return self._requested
 
     def message(self) -> str:

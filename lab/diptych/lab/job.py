@@ -1,4 +1,4 @@
-"""A training job as a value: model, optimizer, recipe, device; and the initial weights, made once in NumPy."""
+"""A training job as a value (model, optimizer, recipe, device), and its initial weights, made in NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINEARS = ("qkv", "proj", "up", "down")
 class ModelConfig(Value):
     """A byte-level GPT: pre-norm blocks of causal attention and a GELU MLP, learned positions, untied head.
 
-    `high_blocks`: how many of the last blocks a recipe leaves in high precision.
+    `high_blocks`: the number of blocks, counted from the last, that a recipe leaves in high precision.
     """
 
     width: int = 128
@@ -45,11 +45,11 @@ class ModelConfig(Value):
 
     @property
     def linears(self) -> list[str]:
-        """Names of the quantized linears in forward order."""
+        """The names of the quantized linear layers in forward order."""
         return [f"blocks.{i}.{name}" for i in range(self.layers - self.high_blocks) for name in LINEARS]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every parameter, in forward order. Linear weights are [out, in]."""
+        """Returns the shape of every parameter by name, in forward order. Weights of linear layers are [out, in]."""
         d = self.width
         linear = {"qkv": (3 * d, d), "proj": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, d), "position.weight": (self.seq, d)}
@@ -73,9 +73,9 @@ CLIP_EPS = 1e-6
 class OptimConfig(Value):
     """AdamW with linear warmup and cosine decay to a tenth.
 
-    `warmup`: steps until the largest learning rate; a run of fewer steps warms up to its end. `clip`: the largest
-    global norm of the gradients. Both frameworks multiply gradients of a norm n by min(1, clip / (n + `CLIP_EPS`)), as
-    `torch.nn.utils.clip_grad_norm_` does. None: gradients are left as they are.
+    `warmup`: the number of steps until the largest learning rate; a run with fewer steps warms up to its end. `clip`:
+    the largest global norm of the gradients, or None. Both frameworks multiply gradients with a norm n by min(1, clip /
+    (n + `CLIP_EPS`)), as `torch.nn.utils.clip_grad_norm_` does.
     """
 
     lr: float = 1e-3
@@ -98,7 +98,7 @@ class OptimConfig(Value):
             raise ValueError(f"optimizer: clip must be positive and finite, got {self.clip}")
 
     def learning_rates(self) -> np.ndarray:
-        """Learning rate of every step, float32 [steps]: one table for both frameworks."""
+        """Returns the learning rate of every step, float32 [steps], which both frameworks use."""
         step = np.arange(self.steps)
         warmup = min(self.warmup, self.steps)
         warm = (step + 1) / max(1, warmup)
@@ -108,7 +108,7 @@ class OptimConfig(Value):
 
 @dataclasses.dataclass(frozen=True)
 class Corruption(Value):
-    """The self-test's fault: the scales of one layer's weight are multiplied by `factor` in every forward product.
+    """The fault of the self-test: the scales of one layer's weight are multiplied by `factor` in every forward product.
 
     `factor` is a power of two, so that E8M0 scales can hold it. The layer is in the first attention, whose softmax the
     fault saturates; most other layers would train around a wrong factor, because norms undo it.
@@ -124,7 +124,7 @@ class Corruption(Value):
 
 
 Spoil = Callable[[Any, float], Any]
-"""A function of (quantized tensor, factor): returns the tensor with its rowwise copy's scales times the factor."""
+"""A function of (quantized tensor, factor). It returns the tensor with its rowwise copy's scales times the factor."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,8 +158,8 @@ def _spoiled(kind: type[Quantizer], factor: float, spoil: Spoil) -> type[Quantiz
 class Job(Value):
     """One training run.
 
-    `recipe`: None is high precision. `compile`: False runs torch eagerly; JAX is always jitted. `seed`: of stochastic
-    rounding, in which each linear layer has its own random stream (`streams`).
+    `recipe`: None means high precision. `compile`: False runs torch eagerly; JAX is always jitted. `seed`: the seed of
+    stochastic rounding, in which each linear layer has its own random stream (`streams`).
     """
 
     model: ModelConfig = ModelConfig()
@@ -179,18 +179,18 @@ class Job(Value):
 
     @property
     def linear_dtype(self) -> str:
-        """Dtype in which the blocks' linear layers compute; all other ops compute in float32."""
+        """The dtype in which the blocks' linear layers compute; all other ops compute in float32."""
         return linear_dtype(self.recipe)
 
     def streams(self) -> dict[str, int]:
-        """First offset of each linear layer's random numbers; empty if nothing is rounded stochastically."""
+        """Returns the first random offset of each linear layer by name, empty if nothing is rounded stochastically."""
         if self.recipe is None or not linear_plan(self.recipe).needs_rng:
             return {}
         return {name: i << 32 for i, name in enumerate(self.model.linears)}
 
 
 LOSS_TOLERANCE = {1: 0.02, 2: 0.04}
-"""Allowed relative distance of the final loss from high precision's, by payload elements per byte."""
+"""The allowed relative distance of the final loss from that in high precision, by payload elements per byte."""
 
 
 def _quantizers(recipe: Recipe) -> list[Quantizer]:
@@ -200,23 +200,24 @@ def _quantizers(recipe: Recipe) -> list[Quantizer]:
 
 
 def linear_dtype(recipe: Recipe | None) -> str:
-    """The input dtype that a recipe requires: bfloat16 for a Hadamard transform, else float32."""
+    """Returns the input dtype that a recipe requires: bfloat16 for a Hadamard transform, else float32."""
     rotates = recipe is not None and any(q.spec.flags & RHT for q in _quantizers(recipe))
     return "bfloat16" if rotates else "float32"
 
 
 def loss_tolerance(recipe: Recipe) -> float:
-    """The allowed relative distance of a recipe's final loss from high precision's."""
+    """Returns the allowed relative distance of a recipe's final loss from that in high precision."""
     return LOSS_TOLERANCE[elements_per_byte(recipe)]
 
 
 def elements_per_byte(recipe: Recipe) -> int:
-    """The most payload elements in a byte of any format that the recipe uses: 1 for 8 bits, 2 for 4."""
+    """Returns the largest number of payload elements in a byte over the recipe's formats: 1 for 8 bits, 2 for 4."""
     return max((q.format.pack for q in _quantizers(recipe)), default=1)
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Weights:
-    """Initial weights, float32: normal(0, 0.02), residual projections over sqrt(2 layers), norms 1, biases 0."""
+    """Returns initial weights, float32 by name: normal(0, 0.02), residual projections over sqrt(2 layers), norms 1,
+    biases 0."""
     rng = np.random.default_rng([seed, 0x696E6974])
     weights: Weights = {}
     for name, shape in model.shapes().items():

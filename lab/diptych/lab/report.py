@@ -36,11 +36,9 @@ _STYLE: Any = {
 
 
 def render(results: Results, commands: list[str]) -> str:
-    """The report of `compare.compare`'s results.
+    """Returns the report of `compare.compare`'s results as an HTML document without external references.
 
     **Arguments:** `commands`: the commands that repeat the results.
-
-    **Returns:** an HTML document without external references.
     """
     with plt.rc_context(_STYLE):
         plots = {"losses": _losses(results), "differences": _differences(results), "drift": _drift(results)}
@@ -98,12 +96,12 @@ def _svg(fig: Any) -> str:
 
 
 def _pair(r: Results, low: bool) -> list[tuple[str, Results]]:
-    """(framework, run) of one precision."""
+    """Returns (framework, run) for both frameworks in one precision."""
     return [(name.split(" ", 1)[0], run) for name, run in r["runs"].items() if run["low"] == low]
 
 
 def _smooth(values: Any, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Centres, counted from step 0, and means of a moving window."""
+    """Returns the centres, counted from step 0, and the means of a moving window."""
     values = np.asarray(values, float)
     window = max(1, min(window, len(values)))
     means = np.convolve(values, np.ones(window) / window, mode="valid")
@@ -182,7 +180,7 @@ def _differences(r: Results) -> str:
 
 
 def _pairs_of_seeds(r: Results) -> str:
-    """Every pair's difference, the mean of each framework and its interval. Without several seeds: ""."""
+    """Returns a plot of every pair's difference with each framework's mean and interval, "" with a single seed."""
     if r["settings"]["seeds"] < 2:
         return ""
     fig, ax = plt.subplots(figsize=(11, 0.9 + 0.7 * len(r["pairs"])), layout="constrained")
@@ -206,7 +204,8 @@ def _pairs_of_seeds(r: Results) -> str:
 
 
 def _drift(r: Results) -> str:
-    """Relative distance of the two trajectories' activations in forward order, one line per traced step."""
+    """Returns a plot of the relative distance between the activations of both trajectories, in forward order, with one
+    line for each traced step."""
     fig, ax = plt.subplots(figsize=(11, 4.0), layout="constrained")
     rows = r["drift"][0]["activations"]
     nonzero = [v["relative"] for d in r["drift"] for v in d["activations"] if v["relative"] > 0]
@@ -237,7 +236,8 @@ def _drift(r: Results) -> str:
 
 
 def _scales(r: Results) -> str:
-    """A plot of delayed scales over the run: median and range over all layers for each kind of tensor. Without: ""."""
+    """Returns a plot of delayed scales over the run, with the median and range over all layers for each kind of tensor;
+    "" without delayed scales."""
     runs = [(framework, run["scales"]) for framework, run in _pair(r, True) if run["scales"]]
     if not runs:
         return ""

@@ -1,4 +1,4 @@
-"""How far two precisions end apart, over the noise of seeds: pairs of runs, their mean difference and its interval."""
+"""The distance of two precisions' final losses against the noise of seeds: pairs of runs, mean difference, interval."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
     """
     if freedom < 1 or not 0 < confidence < 1:
         raise ValueError(f"no quantile for {freedom} degrees of freedom at a confidence of {confidence}")
-    low, high = 0.0, math.pi / 2  # of the angle, in which all values of t have a bounded range
+    low, high = 0.0, math.pi / 2  # bounds of the angle atan(t / sqrt(freedom)); t itself has no upper bound
     for _ in range(60):
         middle = (low + high) / 2
         below = t_probability(math.sqrt(freedom) * math.tan(middle), freedom) < confidence
@@ -44,8 +44,8 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Final losses of runs in high precision and by a recipe, one of each for every seed, with equal weights and
-    batches in a pair."""
+    """The final losses of pairs of runs, one in high precision and one with a recipe for each seed. The runs of a pair
+    have equal initial weights and batches."""
 
     seeds: tuple[int, ...]
     high: tuple[float, ...]
@@ -53,7 +53,7 @@ class Pairs:
 
     @property
     def differences(self) -> list[float]:
-        """Relative distance of each pair's low-precision loss from its high-precision loss."""
+        """The relative distance of each pair's low-precision loss from its high-precision loss."""
         return [low / high - 1 for high, low in zip(self.high, self.low, strict=True)]
 
     @property
@@ -66,8 +66,8 @@ class Pairs:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Bounds of the mean difference at a confidence of 95 %, by Student's t over the pairs; None for one pair, or
-        if a difference is not finite."""
+        """The bounds of the mean difference at a confidence of 95 %, by Student's t over the pairs; None for one pair,
+        or if a difference is not finite."""
         n = len(self.seeds)
         if n < 2 or not self.finite:
             return None
@@ -75,9 +75,9 @@ class Pairs:
         return self.mean - half, self.mean + half
 
     def verdict(self, tolerance: float) -> bool | None:
-        """Whether the recipe trains as high precision does: True if the whole interval lies within ±`tolerance`, False
-        if none of it does or a difference is not finite, None if that takes more seeds. A single pair has no interval
-        and is judged by itself."""
+        """Returns whether the recipe trains as high precision does. The result is True if the whole interval lies
+        within ±`tolerance`, False if no part of it does or a difference is not finite, None if more seeds are needed. A
+        single pair has no interval and is judged by its difference."""
         if not self.finite:
             return False
         low, high = self.interval or (self.mean, self.mean)
@@ -87,7 +87,7 @@ class Pairs:
         return False if apart or self.interval is None else None
 
     def said(self, tolerance: float) -> str:
-        """Returns the result in words, with the tolerance that it is judged by."""
+        """Returns the result in words, with the tolerance that applies."""
         allowed = f"allowed ±{100 * tolerance:g} %"
         if not self.finite:
             lost = [str(s) for s, off in zip(self.seeds, self.differences, strict=True) if not math.isfinite(off)]

@@ -1,4 +1,4 @@
-"""The training loop of both commands: the same batches in the same order for every framework and recipe."""
+"""The training loop of `train` and `compare`: the same batches in the same order for every framework and recipe."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from diptych.lab.frontend import Frontend, TrainingError
 from diptych.lab.job import Job, initial_weights
 
 SCALE_SAMPLES = 100
-"""Number of times in a run at which delayed scales are recorded."""
+"""The number of times in a run at which delayed scales are recorded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a run's data and evaluation. The validation loss is computed every `eval_every` steps and last."""
+    """The settings of a run's data and evaluation. The validation loss is computed every `eval_every` steps and
+    last."""
 
     seed: int = 0
     batch: int = 8
@@ -32,13 +33,13 @@ class Settings:
     checkpoint_every: int = 0
 
     def evaluations(self, steps: int) -> list[int]:
-        """Numbers of updates after which the validation loss is computed."""
+        """Returns the numbers of updates after which the validation loss is computed."""
         return sorted({steps, *range(self.eval_every, steps + 1, self.eval_every)}) if self.eval_every else [steps]
 
 
 @dataclasses.dataclass
 class RunResult:
-    """One run's curves, kernel calls and time. `scales`: the delayed scales by number of updates."""
+    """The curves, kernel calls and times of one run. `scales`: the delayed scales by number of updates."""
 
     name: str
     losses: np.ndarray
@@ -56,7 +57,7 @@ class RunResult:
 
 
 def kernel_calls() -> dict[str, int]:
-    """Calls of every kernel since the last reset, by op, and by kernel name."""
+    """Returns the number of kernel calls since the last reset, by op and by kernel name."""
     calls: dict[str, int] = {}
     for row in core.kernel_table():
         for key in (row["op"], row["kernel"]):

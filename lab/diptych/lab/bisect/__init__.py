@@ -1,1 +1,1 @@
-"""Bisection of two models: A's activations are fed into B until the module is found that makes a difference."""
+"""The bisection of two models, which feeds A's activations into B to find the first module that makes a difference."""

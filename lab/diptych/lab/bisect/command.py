@@ -35,11 +35,11 @@ _LISTED = 5
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Feeds A's activations into B and shows the first module that makes a difference, and a script that shows it.
-    Returns 0 if none does and no output has another shape, else 1.
+    """Feeds A's activations into B; prints the first module that makes a difference, and a script that reproduces it.
+    Returns 0 if no module does and no output has another shape, else 1.
 
-    **Raises** BisectError for what cannot be bisected, DiffError for a map that does not fit, FrontendError if a
-    framework cannot run, FileError for files that cannot be read or written.
+    **Raises** BisectError if the models cannot be bisected, DiffError if the map does not fit, FrontendError if a
+    framework cannot run, FileError if a file cannot be read or written.
     """
     inputs = read_inputs(args.inputs)
     rules = mapping.read(args.map) if args.map else None
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             for name, spec, framework in (("A", args.a, args.framework_a), ("B", args.b, args.framework_b))
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CaptureWarning)  # of gradients and the like, which nobody asked for
+            warnings.simplefilter("ignore", CaptureWarning)  # about gradients and others that a bisection does not use
             outcome = search(a, b, rules)
         if beside is not None:
             _require_no_module(args.out, beside)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         try:
             narrowed = narrow(a, b, outcome, replays)
             print("\n".join(line for each in narrowed for line in _narrowed(each)) or _NO_OPERATION)
-        except BisectError as e:  # of code that runs only where operations are not watched
+        except BisectError as e:  # the model's code fails when its operations are recorded
             print(f"Operations could not be seen: {e}")
         command = shlex.join(["diptych", *arguments])
         made = script(a, b, outcome.found, outcome.sites, command, args.device)
@@ -91,8 +91,8 @@ def _show(made: Script, out: pathlib.Path | None, beside: pathlib.Path | None) -
 
 
 def _beside(args: argparse.Namespace) -> pathlib.Path:
-    """Returns the file beside a script for its arrays. **Raises** FileError if either could not be written,
-    BisectError if it would replace a file that is read."""
+    """Returns the path of the file beside a script that may hold its arrays. **Raises** FileError if either file cannot
+    be written, BisectError if one would replace an input file."""
     out: pathlib.Path = args.out
     files.require_writable("--out", out, [])
     beside = out.with_name(f"{out.stem}_data.npz")
@@ -105,7 +105,7 @@ def _beside(args: argparse.Namespace) -> pathlib.Path:
 
 
 def _require_no_module(*written: pathlib.Path) -> None:
-    """**Raises** BisectError if a file that is to be written is the source of a module, such as a factory's."""
+    """**Raises** BisectError if a file to be written is the source of an imported module, such as a factory's."""
     modules = {name: getattr(m, "__file__", None) for name, m in list(sys.modules.items())}
     sources = {files.real(pathlib.Path(source)): name for name, source in modules.items() if source}
     for path in written:
@@ -118,7 +118,7 @@ def _require_no_module(*written: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _importing(folder: pathlib.Path) -> Iterator[None]:
-    """Modules of the folder can be imported."""
+    """Makes modules in a folder importable within the context."""
     sys.path.insert(0, os.fspath(folder))
     try:
         yield
@@ -128,9 +128,9 @@ def _importing(folder: pathlib.Path) -> Iterator[None]:
 
 
 def read_inputs(path: pathlib.Path) -> Inputs:
-    """Reads a model's arguments from an .npz file: arg0, arg1, ... are positional, others go by their names.
+    """Reads a model's arguments from an .npz file: arg0, arg1, ... are positional, all others are keyword arguments.
 
-    **Raises** FileError if the file cannot be read, BisectError if it is no such file.
+    **Raises** FileError if the file cannot be read, BisectError if it is not such a file.
     """
     with files.reading(path) as f:
         try:
@@ -169,7 +169,8 @@ def _side(name: str, spec: str, framework: str | None, inputs: Inputs, device: s
 
 
 def factory(option: str, spec: str) -> Callable[[], Any]:
-    """Returns what `pkg.mod:name` names. **Raises** BisectError if it cannot be imported or is not callable."""
+    """Returns the object named by `pkg.mod:name`. **Raises** BisectError if it is not callable or cannot be
+    imported."""
     module, _, names = spec.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *names.split(".")]):
         raise BisectError(f"{option}: a factory is written as package.module:name")
@@ -198,7 +199,7 @@ def _called(option: str, make: Callable[[], Any]) -> Any:
 
 
 def text(outcome: Outcome, a: Side, b: Side) -> str:
-    """Returns what was found, for the terminal."""
+    """Returns the outcome as text for the terminal."""
     lines = [f"{s.name}: {s.factory} ({s.framework})" for s in (a, b)]
     lines += ["", f"{'':2}{'local':>9} {'limit':>9}  module outputs, in the order of A"]
     lines += [_line(site) for site in outcome.sites]
@@ -257,7 +258,8 @@ def _replay(framework: str, device: str) -> Callable[[Op], Mapping[str, Bits]]:
 
 
 def _options_apart(a: ModuleCall | None, b: ModuleCall | None) -> Iterator[str]:
-    """Yields which arguments that are no arrays differ, such as flags. Other classes may have other ones."""
+    """Yields the arguments other than arrays, such as flags, in which two calls differ. Calls of different classes are
+    compared in arguments that both have."""
     if a is None or b is None:
         return
     of_a, of_b = (dict(enumerate(call.args)) | dict(call.kwargs) for call in (a, b))
@@ -269,7 +271,7 @@ def _options_apart(a: ModuleCall | None, b: ModuleCall | None) -> Iterator[str]:
 
 
 def _argument(key: str) -> str:
-    """Returns where in a call's arguments an input is, such as "[0]", from its key."""
+    """Returns an input's place in a call's arguments, such as "[0]". `key`: the key of the input."""
     return key.rpartition("/call:")[2].lstrip("0123456789")
 
 
@@ -295,7 +297,7 @@ def _narrowed(found: Narrowed) -> list[str]:
 
 
 def _meant(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options without those that only say how axes are called."""
+    """Returns options without those that only name axes."""
     return {name: value for name, value in options.items() if name not in ("equation", "layout")}
 
 

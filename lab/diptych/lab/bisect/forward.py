@@ -1,6 +1,6 @@
 """The interface between a bisection and a frontend.
 
-The frontend runs a model forward, returns its modules' outputs and inputs, and replaces them by given values.
+The frontend runs a model forward, returns outputs and inputs of its modules, and replaces them by given values.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from diptych.lab.diff.result import DiffError
 from diptych.lab.traces import Site, Tensor
 
 How = Literal["torch", "linen", "object", "model"]
-"""How a script calls a module: a torch module by its path; flax's linen modules while the model runs; nnx and equinox
-modules by their paths; and the whole model."""
+"""How a script calls a module: "torch", a torch module by its path; "linen", a linen module while its model runs;
+"object", an nnx or equinox module by its path; "model", the whole model."""
 
 
 CODE_FAILS = (Exception, SystemExit)
-"""What a person's code may raise. A SystemExit must not end the command, whose status says what a bisection found."""
+"""Exceptions that a user's code may raise. SystemExit must not end the command, whose status is the result."""
 
 
 class BisectError(DiffError):
-    """A bisection that cannot be made; the message says why."""
+    """The error for a bisection that cannot be made. Its message says why."""
 
 
 class Inputs(NamedTuple):
-    """A model's arguments."""
+    """The arguments of a model."""
 
     args: tuple[np.ndarray, ...]
     kwargs: Mapping[str, np.ndarray]
 
 
 class Slot(NamedTuple):
-    """Stands for an array in the arguments of a module. `key`: of its value in `Forward.values`. `mapped`: how many
-    `jax.vmap`s the module runs in that map over it, each over a leading axis of the value. `array`: the key of the
-    first argument of the call that is the same tensor, since modules such as torch's `MultiheadAttention` ask whether
-    their arguments are one; "" in JAX, where an array that is given twice is two under `jax.jit`."""
+    """A placeholder for an array in a module's arguments. `key`: the key of its value in `Forward.values`. `mapped`:
+    how many enclosing `jax.vmap`s map over the array, each over a leading axis of the value. `array`: the key of the
+    call's first argument that is the same tensor, since modules such as torch's `MultiheadAttention` test whether
+    arguments are identical; "" in JAX, where `jax.jit` makes two arrays of an array that is passed twice."""
 
     key: str
     mapped: int = 0
@@ -48,7 +48,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass
 class Unwritable:
-    """Stands for a structure whose class cannot hold slots. `kind`: the class. `parts`: what it holds, with slots."""
+    """A placeholder for a structure whose class cannot hold slots. `kind`: its class. `parts`: its contents, with
+    slots."""
 
     kind: str
     parts: list[Any]
@@ -57,9 +58,10 @@ class Unwritable:
 class ModuleCall(NamedTuple):
     """One call of a module.
 
-    `call`: how often its path has run before. `kind`: the class. `args`, `kwargs`: with a `Slot` for each array.
-    `parent`: the position of the call that encloses it among a pass's calls, None if no recorded one does. `outputs`:
-    the keys of what it returned. `repeats`: whether it stands for all iterations of a loop.
+    `call`: the number of earlier calls of the path. `kind`: the class. `args`, `kwargs`: the arguments, with a `Slot`
+    for each array. `parent`: the position of the enclosing call among the calls of the forward pass, None if no
+    recorded call encloses it. `outputs`: the keys of its outputs. `repeats`: whether it stands for all iterations of a
+    loop.
     """
 
     path: str
@@ -74,9 +76,10 @@ class ModuleCall(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """One forward pass. `values`: outputs of all modules and inputs of some, by key, as they were computed, before they
-    were replaced. `calls`: of the modules whose inputs were seen, in the order in which they began. `results`: of the
-    framework's operations that were recognized, in the order of computation; `values` has these and their operands."""
+    """One forward pass. `values`: the outputs of all modules and the inputs of some by key, as computed, before any is
+    replaced. `calls`: the calls of modules whose inputs were recorded, in the order in which they began. `results`: the
+    results of the framework's recognized operations, in the order of computation; `values` has these and their
+    operands."""
 
     values: dict[str, Tensor]
     calls: list[ModuleCall]
@@ -84,11 +87,11 @@ class Forward(NamedTuple):
 
 
 class Feeder(Protocol):
-    """One model, in a framework."""
+    """A model in a framework, ready to run with replaced tensors."""
 
     def capture(self, inputs: Inputs, folder: pathlib.Path) -> list[str]:
-        """Writes a trace of a forward pass, with whole values, in `folder`. Returns the module outputs that it cannot
-        hold, such as "fft (complex64)"."""
+        """Writes the trace of a forward pass, with whole values, in `folder`. Returns the module outputs that a trace
+        cannot hold, such as "fft (complex64)"."""
         ...
 
     def __call__(
@@ -96,14 +99,14 @@ class Feeder(Protocol):
     ) -> Forward:
         """Runs the model, without gradients.
 
-        **Arguments:** `fed`: what replaces the tensors with these keys, which have its dtype and shape, after they were
-        computed. `inside`: paths of modules whose inputs are seen; the keys of these are the same in all passes with
-        the same paths. `ops`: the path of a module whose operations are seen, with those
-        of modules in it.
+        **Arguments:** `fed`: the tensors that replace those with the same keys once these are computed; each has the
+        dtype and shape of the tensor that it replaces. `inside`: the paths of modules whose inputs are recorded, under
+        the same keys in every pass with the same paths. `ops`: the path of a module whose operations are recorded, with
+        those of the modules in it.
         """
         ...
 
 
 def within(path: str, outer: str) -> bool:
-    """Returns whether a module is another one, or in it. "" is the whole model."""
+    """Returns whether the module `path` is `outer` or is inside of it. "" is the whole model."""
     return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}/"))

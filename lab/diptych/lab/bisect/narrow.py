@@ -1,4 +1,4 @@
-"""Looks into the module that makes a difference: the first operation whose result the other model does not have."""
+"""Finds the first operation, in the module that makes a difference, whose result the other model does not compute."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Replay = Callable[[Op], Mapping[str, Bits]]
 
 
 class Narrowed(NamedTuple):
-    """`side`: "A" or "B", whose result the other one does not have. `key`, `row`, `options`: of its operation. `other`:
-    the options of the first operation of the same kind in the other model whose result is new too, None if there is
-    none. `operands`: how its operands differ from those, in words. `again`: how far the same operation in the other
-    framework, on the same operands, is from it, or why it cannot compute it. `agrees`: whether that is within the
-    limit."""
+    """An operation whose result the other model does not compute. `side`: the operation's model, "A" or "B". `key`: the
+    key of its result. `row`, `options`: the operation in the replay table. `other`: the options of the other model's
+    first operation of the same row whose result the first model does not compute, None if there is none. `operands`:
+    the differences between the operands of these two, in words. `again`: the distance of the other framework's result
+    of the operation, on the same operands, or the reason why it cannot compute it. `agrees`: whether that distance is
+    within the limit."""
 
     side: str
     key: str
@@ -38,11 +39,11 @@ class Narrowed(NamedTuple):
 
 
 def narrow(a: Side, b: Side, outcome: Outcome, replays: tuple[Replay, Replay]) -> list[Narrowed]:
-    """Returns the first operation of A in the code that makes the difference whose result B does not have, and the
-    first of B whose result A does not have if it is not what B has in the place of A's. There is none if none was
+    """Returns the first operation of A, in the code that makes the difference, whose result B does not compute; and the
+    same for B, unless it is B's counterpart (`Narrowed.other`) of A's operation. Returns nothing if no operation was
     recognized.
 
-    **Arguments:** `replays`: compute an operation in A's and in B's framework.
+    **Arguments:** `replays`: functions that compute an operation in A's and in B's framework.
     """
     found = outcome.found
     if found is None or found.a is None or found.b is None:
@@ -83,8 +84,8 @@ def narrow(a: Side, b: Side, outcome: Outcome, replays: tuple[Replay, Replay]) -
 
 
 def _before(run: Forward, call: ModuleCall, until: Site) -> list[Site]:
-    """Returns the results of operations in a call, also in modules in it, before the site that differs, in order: what
-    comes later, or in another call of the module, cannot be the reason."""
+    """Returns the results of operations in a call and the modules inside of it, in order, up to the site that differs.
+    Later operations and other calls of the module cannot be the reason."""
     order = {key: i for i, key in enumerate(run.values)}
     end = order.get(until.key, len(order))
     begin = min((order[s.key] for s in slots(call) if s.key in order), default=0)
@@ -93,8 +94,8 @@ def _before(run: Forward, call: ModuleCall, until: Site) -> list[Site]:
 
 
 def _between(results: Sequence[Site], run: Forward, call: ModuleCall, sites: Sequence[Site]) -> list[Site]:
-    """Returns those results that are not of modules in a call whose outputs all have a partner in the other model:
-    these are compared by themselves, on equal values, so that what makes this difference is outside of them."""
+    """Returns the results without those of inner modules whose outputs are all matched. These modules were compared on
+    their own with equal values, so that the difference is made outside of them."""
     paired = {s.key for s in sites}
     whole: dict[str, bool] = {}
     for key in run.values:
@@ -112,8 +113,8 @@ def _module(site: Site) -> str:
 
 
 def _new(of: Sequence[Site], mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], limit: float) -> Site | None:
-    """Returns the first of some results whose values are in no result of the other model, in any order: axes may be
-    merged, split or moved. `mine`, `theirs`: sorted values of results, by key."""
+    """Returns the first site of `of` whose values no result of the other model has, in any order of elements, since
+    axes may be merged, split or moved; None if there is none. `mine`, `theirs`: sorted values of results, by key."""
     for site in of:
         x = mine[site.key]
         same = (y for y in theirs.values() if y.bits.shape == x.bits.shape)
@@ -132,9 +133,10 @@ def _operation(site: Site) -> tuple[str, dict[str, Any]]:
 
 
 def _apart(a: tuple[Forward, Site], b: tuple[Forward, Site], alike: bool, limit: float) -> Iterator[str]:
-    """Yields in which operands two operations of one kind differ, their elements sorted as those of results are.
+    """Yields the differences between the operands of two operations of one row. Elements are compared in sorted order.
 
-    **Arguments:** `alike`: whether one framework computes both: another one may add a bias by an operation of its own.
+    **Arguments:** `alike`: whether one framework computes both. Otherwise a missing operand is no difference, since the
+    other framework may add a bias by an operation of its own.
     """
     of_a, of_b = ({argument(key): run.values[key] for key in site.inputs or ()} for run, site in (a, b))
     for name in dict.fromkeys((*of_a, *of_b)):
@@ -148,13 +150,13 @@ def _apart(a: tuple[Forward, Site], b: tuple[Forward, Site], alike: bool, limit:
 
 
 def _sizes(x: Tensor) -> list[int]:
-    """Returns the lengths of a tensor's axes, which two frameworks may have in another order."""
+    """Returns the sizes of a tensor's axes in sorted order, since two frameworks may order axes differently."""
     return sorted(n for n in x.bits.shape if n != 1)
 
 
 def _again(run: Forward, site: Site, replay: Replay) -> float | str:
-    """Returns how far another framework's result of the same operation on the same operands is from a result, or why
-    the framework cannot compute it."""
+    """Returns the distance from a result to another framework's result of the same operation on the same operands, or
+    the reason why that framework cannot compute it."""
     row, options = _operation(site)
     of = {argument(key): run.values[key] for key in site.inputs or ()}
     out = run.values[site.key]

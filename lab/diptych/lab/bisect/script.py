@@ -1,6 +1,6 @@
-"""The text of a script that calls one module of A and of B on the same inputs and prints how their outputs differ.
+"""Writes a script that calls one module of A and of B on the same inputs and prints the difference of their outputs.
 
-It needs the two factories, NumPy and the frameworks, and nothing of diptych. Its arrays are in its text, or in a file
+The script needs the two factories, NumPy and the frameworks, but not diptych. Its arrays are in its text, or in a file
 beside it.
 """
 
@@ -25,16 +25,16 @@ from diptych.lab.diff import names
 from diptych.lab.traces import Tensor
 
 LARGEST_TEXT = 2**18
-"""The most bytes of compressed arrays that a script's text holds."""
+"""The largest number of bytes of compressed arrays that a script's text may hold."""
 
 
 class _UnwritableError(ValueError):
-    """A call that no text can repeat."""
+    """The error for a call that cannot be written as Python text."""
 
 
 class Script(NamedTuple):
-    """`text`: without its arrays, see `whole`. `data`: the arrays. `path`: of the module of A, "" for the whole model.
-    `relative`: the largest relative difference that it shows."""
+    """A script. `text`: its text without the arrays (see `whole`). `data`: the arrays. `path`: the path of A's module,
+    "" for the whole model. `relative`: the largest relative difference that the script shows."""
 
     text: str
     data: Mapping[str, np.ndarray]
@@ -43,9 +43,9 @@ class Script(NamedTuple):
 
 
 def script(a: Side, b: Side, found: Found, sites: Sequence[Site], command: str, device: str) -> Script | None:
-    """Returns a script for the innermost modules around what was found that show the difference, None if none does.
+    """Returns a script for the innermost modules around the difference that reproduces it, None if no script does.
 
-    Each candidate is tried here, in this process: a text that cannot be made or run is left out.
+    Each candidate is run here, in this process; one that cannot be written or run is skipped.
     """
     for call_a, call_b in _candidates(found, sites):
         with contextlib.suppress(_UnwritableError):
@@ -57,7 +57,7 @@ def script(a: Side, b: Side, found: Found, sites: Sequence[Site], command: str, 
 
 
 def _candidates(found: Found, sites: Sequence[Site]) -> Iterator[tuple[ModuleCall, ModuleCall]]:
-    """Yields calls of the same module in A and B, from the inside."""
+    """Yields corresponding calls in A and B, from the innermost outwards."""
     if found.a is None or found.b is None:
         return
     around = [list(_around(run, call)) for run, call in zip(found.calls, (found.a, found.b), strict=True)]
@@ -76,24 +76,24 @@ def _around(run: Forward, call: ModuleCall) -> Iterator[ModuleCall]:
 
 
 def _shared(a: ModuleCall, b: ModuleCall, sites: Sequence[Site]) -> list[Site]:
-    """Returns the outputs that are the same in both."""
+    """Returns the pairs of outputs that two calls have in common."""
     return [s for s in sites if s.pair.a.key in a.outputs and s.pair.b.key in b.outputs]
 
 
 def _tried(made: Script) -> float:
-    """Returns the difference that a script shows. **Raises** _UnwritableError if it fails."""
+    """Returns the difference that a script shows. **Raises** _UnwritableError if the script fails."""
     space: dict[str, Any] = {"__name__": "diptych_bisect"}
     try:
         with _kept(sys.path), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(made.text, "<diptych bisect>", "exec"), space)
             return float(space["compare"](made.data))
-    except CODE_FAILS as e:  # of the models' code
+    except CODE_FAILS as e:  # the models' code may raise any of them
         raise _UnwritableError(str(e)) from e
 
 
 @contextlib.contextmanager
 def _kept(items: list[str]) -> Iterator[None]:
-    """Gives a list its items again."""
+    """Restores a list's items at the end of the context."""
     before = list(items)
     try:
         yield
@@ -105,14 +105,14 @@ def _kept(items: list[str]) -> Iterator[None]:
 
 
 class _Data:
-    """The arrays of a script, each once."""
+    """The arrays of a script, each stored once."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self._names: dict[Any, str] = {}
 
     def name(self, x: Tensor) -> str:
-        """Returns the name under which a script has an array. Floats that NumPy does not have are float32 there."""
+        """Returns the name of an array in the script. A dtype that NumPy does not have is stored as float32."""
         key = x.dtype.name, x.bits.shape, x.bits.tobytes()
         if key not in self._names:
             self._names[key] = f"x{len(self.arrays)}"
@@ -122,7 +122,7 @@ class _Data:
 
 
 def _foreign(x: Tensor) -> bool:
-    """Whether NumPy has no such dtype."""
+    """Returns whether NumPy itself does not have the tensor's dtype."""
     return array(x).dtype.isbuiltin != 1
 
 
@@ -225,7 +225,7 @@ if __name__ == "__main__":
 
 
 def whole(made: Script, file: str | None) -> str:
-    """Returns the text with its arrays, or with the name of the file beside it that has them."""
+    """Returns the script's text with its arrays, or with the name of the file beside it that holds them."""
     if file is not None:
         read = f"def read():\n    return np.load(pathlib.Path(__file__).with_name({file!r}))\n"
         unused = ("base64", "io", "zlib")
@@ -251,7 +251,7 @@ def compressed(data: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _quotable(text: str) -> str:
-    """Returns text as it stands in a docstring."""
+    """Returns text, escaped for a docstring."""
     return text.replace("\\", r"\\").replace('"', r"\"")
 
 
@@ -344,13 +344,14 @@ class _Body:
     # --- arguments ---
 
     def _inputs(self) -> str:
-        """The model's own arguments."""
+        """Returns the text of the model's own arguments."""
         given: Inputs = self._side.inputs
         args = [self._array(Tensor.of(x)) for x in given.args]
         return ", ".join([*args, *(f"{name}={self._array(Tensor.of(x))}" for name, x in given.kwargs.items())])
 
     def _several(self) -> tuple[list[str], dict[str, str]]:
-        """Returns lines that make the arrays that are several arguments at once, and their names, by slots' keys."""
+        """Returns lines that create the arrays which several arguments share, and the names of these arrays by slots'
+        keys."""
         same: dict[tuple[str, str], list[str]] = {}
         for slot in slots(self._call):
             same.setdefault((slot.array or slot.key, self._slot(slot)), []).append(slot.key)
@@ -359,7 +360,8 @@ class _Body:
         return lines, {key: f"y{i}" for i, (_, keys) in enumerate(several) for key in keys}
 
     def _arguments(self, named: Mapping[str, str]) -> str:
-        """The module's arguments. `named`: what stands for arrays, by slots' keys; others are written out."""
+        """Returns the text of the module's arguments. `named`: names of arrays by slots' keys; others are written
+        out."""
         write = lambda s: named[s.key] if s.key in named else self._slot(s)  # noqa: E731
         args = [_expression(x, write) for x in self._call.args]
         return ", ".join([*args, *(f"{name}={_expression(x, write)}" for name, x in self._call.kwargs.items())])

@@ -1,9 +1,8 @@
-"""Finds the first module of B that makes a difference when it is given what A computed.
+"""Finds the first module of B that makes a difference when it is given A's values.
 
-B runs with the output of every module that is matched replaced by A's, after B computed its own. What B computed there
-is thus a function of A's values alone, and differs from A's for one reason: this module, or the code between the
-modules before it and this one. What rounding may do there is measured by further passes, in which all that is fed is
-moved by one ulp.
+B runs, and the output of every matched module is replaced by A's once B has computed its own. B's own output is thus a
+function of A's values alone, and differs from A's for one reason: the module, or the code between it and the modules
+before it. Further passes, in which all fed values are moved by one ulp, measure how much rounding can contribute.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ from diptych.lab.traces import DTYPES, Observation, Tensor, Trace, tensor_distan
 from diptych.lab.traces.dtypes import DType
 
 PASSES = 4
-"""Passes with moved values."""
+"""The number of passes with values moved by one ulp."""
 _NAMED = 8
 FACTOR = 8.0
-"""How many times as large as what one ulp does a difference of two implementations may be."""
+"""The largest ratio, between two implementations, of a difference to the effect of one ulp."""
 
 PLAIN = (bool, int, float, str, type(None))
-"""Types of arguments that can be compared as they are."""
+"""The types of arguments that `==` compares."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
     """One of the two models of a bisection, with its arguments.
 
-    `name`: "A" or "B". `factory`: as the user named it. `feeder`: runs the model. `folder`: where its trace is written.
+    `name`: "A" or "B". `factory`: the factory as the user named it. `feeder`: runs the model. `folder`: its trace's
+    folder.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Side:
     folder: pathlib.Path
 
     def capture(self) -> tuple[Trace, list[str]]:
-        """Returns the trace of a forward pass, and the module outputs that it cannot hold. **Raises** BisectError if
-        the model fails."""
+        """Returns the trace of a forward pass, and module outputs that no trace can hold. **Raises** BisectError if it
+        fails."""
         with self._named():
             unseen = self.feeder.capture(self.inputs, self.folder)
         return Trace.open(self.folder), unseen
@@ -81,8 +81,9 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A pair of module outputs. `local`: the rms of the difference of B's, computed from A's values, from A's, relative
-    to A's. `noise`: the same of B's passes with moved values, from B's. `limit`: what rounding may do."""
+    """A pair of module outputs. `local`: the relative rms of the difference between A's output and B's output on A's
+    values. `noise`: the largest such difference between B's outputs with moved values and without. `limit`: the largest
+    difference that rounding explains."""
 
     pair: match.Pair
     local: float
@@ -95,8 +96,8 @@ class Site:
 
 
 class Input(NamedTuple):
-    """A pair of inputs of the module. `relative`: how far what B's code before the module makes of A's values is from
-    A's."""
+    """A pair of inputs of the module. `relative`: the distance from A's input to B's, which B's code before the module
+    computes from A's values."""
 
     a: str
     b: str
@@ -105,11 +106,14 @@ class Input(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The first site that makes a difference. `a`, `b`: the calls of the module, None if it is not known which they
-    are. `inputs`: of the module. `others`: keys of B's inputs without a partner in A, which are B's. `itself`: whether
-    it differs on equal inputs, None if it could not be called on them; else the code between it and the modules before
-    it does. `around`: the calls, in A and B, in which that code is: the innermost ones around the module whose inputs
-    do not differ; None if the module itself differs, or if that code is in no module."""
+    """The first site that makes a difference.
+
+    `a`, `b`: the calls of the module, None if they are not known. `inputs`: the module's inputs. `others`: keys of B's
+    inputs without a partner in A, which keep B's values. `itself`: whether the module differs on equal inputs, None if
+    it could not be called on them; if it does not, the code between it and the modules before it makes the difference.
+    `around`: the calls in A and B that contain this code: the innermost enclosing calls whose inputs agree; None if the
+    module itself differs, or if no module contains the code. `calls`: the forward passes of A and B.
+    """
 
     site: Site
     a: ModuleCall | None
@@ -122,9 +126,9 @@ class Found(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`fed`: what B was fed, by key. `sites`: in the order of A's computation. `unmatched_a`, `unmatched_b`: keys of
-    outputs without a partner. `shapes`: whether some of these have one name and other shapes, which is a difference
-    that feeding does not show."""
+    """The result of `search`. `fed`: the values fed into B, by key. `sites`: in the order of A's computation.
+    `unmatched_a`, `unmatched_b`: keys of outputs without a partner. `shapes`: whether some of these have one name and
+    different shapes, a difference that feeding does not show."""
 
     sites: tuple[Site, ...]
     found: Found | None
@@ -137,7 +141,7 @@ class Outcome(NamedTuple):
 
 
 def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
-    """Returns what feeding A's values into B shows. **Raises** BisectError if a model fails, or if no output of A's
+    """Feeds A's values into B and returns the outcome. **Raises** BisectError if a model fails, or if no output of A's
     modules is matched with one of B's."""
     (trace_a, unseen_a), (trace_b, unseen_b) = a.capture(), b.capture()
     seen = [_observations(trace) for trace in (trace_a, trace_b)]
@@ -173,7 +177,7 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
 
 
 def _not_compared(side: str, unseen: Sequence[str]) -> list[str]:
-    """Returns what is said of module outputs that traces cannot hold."""
+    """Returns a note about module outputs that traces cannot hold."""
     said = "has outputs of modules that traces cannot hold; they are not compared, and count as code between others"
     return [f"{side} {said}: {names.few(unseen, _NAMED)}"] if unseen else []
 
@@ -185,7 +189,7 @@ def _observations(trace: Trace) -> list[Observation]:
 
 
 def _alike(pair: match.Pair) -> bool:
-    """Whether both tensors are floats, or neither is."""
+    """Returns whether both tensors are floats, or neither is."""
     return (DTYPES[pair.a.dtype].kind == "float") == (DTYPES[pair.b.dtype].kind == "float")
 
 
@@ -226,18 +230,20 @@ def _site(pair: match.Pair, a: Tensor, local: Tensor | None, noise: float) -> Si
 
 
 def _local(pair: match.Pair, a: Tensor, b: Tensor | None) -> float:
-    """Returns how far B's output is from A's; inf if values decide which modules run, and B's did not."""
+    """Returns the distance from A's output to B's; inf if B did not compute it, because values decide which modules
+    run."""
     return math.inf if b is None else distance(a, as_a(b, pair.a.shape, pair.axes))
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Returns the rms of b - a relative to a's; inf where one of them is not finite and the other is not the same."""
+    """Returns the rms of b - a divided by the rms of a; inf if an element is not finite in one of them and not equal in
+    the other."""
     found = tensor_distance(a, b).relative
-    return 0.0 if found is None else found  # of tensors without elements
+    return 0.0 if found is None else found  # None: there are no elements
 
 
 def moved(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Returns a tensor with each finite element, but zeros, one ulp up or down at random; integers as they are."""
+    """Returns a tensor with each finite nonzero element moved one ulp up or down at random; integers are unchanged."""
     dtype, bits = x
     if dtype.kind != "float" or not dtype.signed:
         return x
@@ -253,11 +259,11 @@ def _moved_array(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return moved(Tensor.of(x), rng).bits.view(x.dtype)
 
 
-# --- A's values as B holds them, and the reverse ---
+# --- A's values in B's layout, and the reverse ---
 
 
 def as_a(b: Tensor, shape: tuple[int, ...], axes: Axes | None) -> Tensor:
-    """Returns B's tensor in A's layout. `axes`: of B's, in the order of A's; None if they have the same order."""
+    """Returns B's tensor in A's layout. `axes`: the axes of B's tensor in the order of A's, None for the same order."""
     bits = b.bits.reshape(shape) if axes is None else b.bits.transpose(axes)
     return Tensor(b.dtype, np.ascontiguousarray(bits).reshape(shape))
 
@@ -273,7 +279,8 @@ def _fed(a: Tensor, pair: match.Pair) -> Tensor:
 
 
 def _moved_fed(a: Tensor, pair: match.Pair, rng: np.random.Generator) -> Tensor:
-    """Returns what B is fed, moved by one ulp of the coarser dtype: a coarser A rounds inside of its modules too."""
+    """Returns A's tensor in B's layout and dtype, moved by one ulp of the coarser dtype, since a coarser A rounds
+    inside of its modules too."""
     coarser = a.dtype.half_ulp > DTYPES[pair.b.dtype].half_ulp
     return _fed(moved(a, rng), pair) if coarser else moved(_fed(a, pair), rng)
 
@@ -290,7 +297,7 @@ def cast(x: Tensor, dtype: DType) -> Tensor:
 
 
 def array(x: Tensor) -> np.ndarray:
-    """Returns a tensor as an array of numbers, of a dtype of ml_dtypes where NumPy has none."""
+    """Returns a tensor as an array of numbers, with a dtype of ml_dtypes if NumPy has none."""
     return x.bits.view(numpy_dtype(x.dtype))
 
 
@@ -298,13 +305,13 @@ def numpy_dtype(dtype: DType) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, dtype.name, dtype.name))
 
 
-# --- which module it is ---
+# --- the module that makes the difference ---
 
 
 def _narrowed(
     a: Side, b: Side, first: Site, sites: Sequence[Site], of_a: Mapping[str, Tensor], fed: Mapping[str, Tensor]
 ) -> Found:
-    """Returns the module of a site, and whether it makes the difference itself, on inputs that are A's."""
+    """Returns the module of a site, and whether it makes the difference itself when its inputs are A's."""
     passes, calls = [], []
     for side, site, given in ((a, first.pair.a, {}), (b, first.pair.b, fed)):
         passes.append(side.run(given, enclosing(site.name)))
@@ -331,7 +338,7 @@ def _narrowed(
 def _compared(
     runs: tuple[Forward, Forward], calls: tuple[ModuleCall, ModuleCall], first: Site
 ) -> tuple[list[Input], dict[str, Tensor]]:
-    """Returns the inputs of a module that are the same in A and B, and A's values of them as B holds them."""
+    """Returns the matched inputs of a module, and A's values of them in B's layout and dtype, by B's keys."""
     pairs = paired_inputs(runs[0], calls[0], runs[1], calls[1], first.pair.axes)
     given = dict((y.key, x) for y, x in paired_values(runs, pairs, first.pair.axes))
     inputs = []
@@ -346,8 +353,8 @@ def _compared(
 def _around(
     runs: tuple[Forward, Forward], calls: tuple[ModuleCall, ModuleCall], first: Site
 ) -> tuple[ModuleCall, ModuleCall] | None:
-    """Returns the innermost calls around a call in A and B whose inputs are the same. The whole models' are. None if
-    there is no whole model: a function in JAX may run several modules."""
+    """Returns the innermost enclosing calls in A and B whose inputs agree; at the outermost level the calls of the
+    whole models. Returns None if there is no whole model, since in JAX a function may run several modules."""
     a, b = calls
     while a.parent is not None and b.parent is not None:
         a, b = runs[0].calls[a.parent], runs[1].calls[b.parent]
@@ -360,7 +367,7 @@ def _around(
 
 
 def without_arrays(a: ModuleCall, b: ModuleCall) -> bool:
-    """Whether two calls have the same arguments, all of which are plain values."""
+    """Returns whether two calls have equal arguments without any arrays."""
     given = [(call.args, dict(call.kwargs)) for call in (a, b)]
     return all(map(_plain, given)) and given[0] == given[1]
 
@@ -372,20 +379,19 @@ def _plain(value: object) -> bool:
 
 
 def enclosing(name: str) -> list[str]:
-    """Returns the path of the module whose output has a name, and those of the modules around it; "" is the whole
-    model."""
+    """Returns the paths of modules around an output, from the whole model ("") to the module with the output `name`."""
     path = path_of(name)
     return ["", *(path[:i] for i, c in enumerate(path) if c in "./"), path]
 
 
 def path_of(name: str) -> str:
-    """Returns the path of the module whose output has a name."""
+    """Returns the path of the module that has the output `name`."""
     place = names.split(name).place
     return name[: len(name) - len(place)] if place else name
 
 
 def slots(call: ModuleCall) -> list[Slot]:
-    """Returns the arrays among a call's arguments, in order."""
+    """Returns the slots of arrays in a call's arguments, in order."""
     found: list[Slot] = []
 
     def add(value: object) -> None:
@@ -408,11 +414,12 @@ def slots(call: ModuleCall) -> list[Slot]:
 def paired_inputs(
     a: Forward, call_a: ModuleCall, b: Forward, call_b: ModuleCall, axes: Axes | None
 ) -> list[tuple[Slot, Slot]]:
-    """Returns the inputs of a module that are the same in A and B by shape and order, if there is one way alone."""
+    """Returns the pairs of a module's inputs in A and B that match by shape and order; none if there are several
+    ways."""
     sides = [[s for s in slots(call) if s.key in run.values] for call, run in ((call_a, a), (call_b, b))]
     shapes = [[_shape(run.values[s.key], None) for s in side] for side, run in zip(sides, (a, b), strict=True)]
     pairs = unique_alignment(*shapes)
-    if not pairs and axes is not None:  # images with their channels elsewhere
+    if not pairs and axes is not None:  # images with their channels on another axis
         turned = [_shape(b.values[s.key], axes) for s in sides[1]]
         pairs = unique_alignment(shapes[0], turned)
     return [(sides[0][i], sides[1][j]) for i, j in pairs or ()]
@@ -421,7 +428,8 @@ def paired_inputs(
 def paired_values(
     runs: tuple[Forward, Forward], pairs: Sequence[tuple[Slot, Slot]], axes: Axes | None
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """Yields B's slot of each pair with A's value as B holds it. `axes`: of B's images, in the order of A's."""
+    """Yields B's slot of each pair with A's value in B's layout and dtype. `axes`: B's image axes in the order of
+    A's."""
     for x, y in pairs:
         of_x, of_y = runs[0].values[x.key], runs[1].values[y.key]
         turned = None if of_x.bits.shape == of_y.bits.shape else axes
@@ -429,7 +437,7 @@ def paired_values(
 
 
 def _shape(x: Tensor, axes: Axes | None) -> tuple[object, ...]:
-    """Returns what two inputs must share. `axes`: of an image, in the order of A's."""
+    """Returns a token that two inputs must share to match. `axes`: the axes of an image in the order of A's."""
     shape = x.bits.shape
     shape = tuple(shape[i] for i in axes) if axes is not None and len(axes) == len(shape) else shape
     return (x.dtype.kind == "float", *shape)

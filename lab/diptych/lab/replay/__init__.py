@@ -1,1 +1,1 @@
-"""Computes recorded operations again, in another framework or on another device, and judges what comes out."""
+"""Replay computes recorded operations again, in another framework or on another device, and judges their results."""

@@ -20,8 +20,8 @@ DIFFERS = 1
 def run(args: argparse.Namespace) -> int:
     """Computes a recorded operation again and shows whether it agrees. Returns 0 if it does, else 1.
 
-    **Raises** ReplayError or TraceError for what cannot be computed again, FrontendError if the framework cannot run,
-    FileError if the file for --json cannot be written.
+    **Raises** ReplayError or TraceError if the operation cannot be computed again, FrontendError if the framework
+    cannot run, FileError if the file for --json cannot be written.
     """
     trace = Trace.open(args.trace)
     if args.json:

@@ -1,9 +1,9 @@
-"""Says whether an operation that was computed again agrees with what was recorded.
+"""Judges whether an operation that was computed again agrees with the recorded one.
 
 Diptych's own operations have the same bits in both frameworks on one device, and most of them across devices
-(docs/numerics.md). Products, sums, norms and activations on two devices may differ in rounding; so may operations of
-the frameworks, which are judged by the exact result: recorded and replayed values must each be within `reference`'s
-bound of it. Integers must be equal.
+(docs/numerics.md). On two devices, products, sums, norms and activations may differ in rounding. Operations of the
+frameworks may differ in rounding too: the recorded and the replayed result must each be within `reference`'s bound of
+the exact result. Integers must be equal.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ROUNDED = {
 }  # fmt: skip
 """Diptych's operations whose bits may differ between devices."""
 _ACCUMULATED = 2.0**-12
-"""Relative rms that two devices' products and sums may differ by, beside the result's rounding: Hopper's tensor cores
-keep 14 bits of FP8 products' partial sums."""
+"""The relative rms by which products and sums of two devices may differ, beyond the result's rounding. Hopper's tensor
+cores keep 14 bits of the partial sums of FP8 products."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a recorded result compares with the one that was computed again.
+    """The comparison of a recorded result with the one that was computed again.
 
-    `elements`, `differing`, `max_ulp`, `relative`: of the replayed result against the recorded one, as in
-    `traces.Distance`. `recorded_error`, `replayed_error`: the largest distance from the float64 result, in units of its
-    bound; None where there is no float64 result. `agrees`: whether the operation does. `why`: a sentence.
+    `elements`, `differing`, `max_ulp`, `relative`: the distance from the recorded to the replayed result
+    (`traces.Distance`). `recorded_error`, `replayed_error`: the largest distance from the float64 result, in units of
+    its bound; None without a float64 result. `agrees`: whether the results agree. `why`: the reason, as a clause.
     """
 
     result: str
@@ -47,8 +47,8 @@ class Outcome:
 
 
 def judged(op: Op, again: dict[str, Bits], same_device: bool) -> list[Outcome]:
-    """Returns an outcome for each recorded result of `op`. `again`: the results of computing it again. `same_device`:
-    whether that ran on the kind of device of the recording."""
+    """Returns an outcome for each recorded result of `op`. `again`: the replayed results by name. `same_device`:
+    whether they were computed on the kind of device of the recording."""
     exact = None if table.TABLE[op.kind].own or DTYPES[op.outputs["out"].dtype].kind != "float" else reference(op)
     return [_judged(op, name, bits, again[name], exact, same_device) for name, bits in op.outputs.items()]
 
@@ -86,7 +86,8 @@ def _own_verdict(
 
 
 def _error(bits: Bits, exact: Reference) -> float:
-    """Returns the largest error in units of its bound; inf where only one of value and result is finite or NaN."""
+    """Returns the largest error in units of its bound; inf if an element is finite or NaN in the result alone, or in
+    the reference alone."""
     dtype = DTYPES[bits.dtype]
     found = dtype.decode(bits.data)
     if not found.size:
@@ -102,7 +103,7 @@ def _error(bits: Bits, exact: Reference) -> float:
 
 
 def _tf32(exact: Reference, results: list[Bits]) -> str:
-    """Names TF32 where products of operands that were rounded to it explain the error."""
+    """Returns a remark that names TF32 if rounding the operands to TF32 explains the error, else ""."""
     if exact.products is None or results[0].dtype != "float32":
         return ""
     wider = exact._replace(bound=exact.bound + 2 * TF32 * exact.products)

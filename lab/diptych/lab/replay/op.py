@@ -15,11 +15,11 @@ _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class ReplayError(ValueError):
-    """A recorded operation that cannot be computed again; the message says why."""
+    """The error for a recorded operation that cannot be computed again. Its message says why."""
 
 
 REFUSED = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
-"""The exceptions of a framework that cannot compute an operation of given dtypes, shapes or options."""
+"""Exceptions that a framework raises if it cannot compute an operation with given dtypes, shapes or options."""
 
 
 class Bits(NamedTuple):
@@ -30,13 +30,13 @@ class Bits(NamedTuple):
 
     @staticmethod
     def of(x: np.ndarray, dtype: str | None = None) -> Bits:
-        """Returns the bits of `x`. `dtype`: the tensor's dtype if NumPy has no such dtype."""
+        """Returns the bits of `x`. `dtype`: the name of the tensor's dtype, if NumPy does not have it."""
         x = np.ascontiguousarray(x).reshape(x.shape)
         return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
 
     @property
     def tensor(self) -> Tensor:
-        """These bits and their dtype as the tensor that a trace's file holds."""
+        """The tensor as a trace's file holds it."""
         return Tensor(DTYPES[self.dtype], self.data)
 
     @property
@@ -53,8 +53,8 @@ class Bits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """One recorded operation. `kind`: a row of `diptych.lab.replay.table`, which names the operands in `inputs`, the
-    `options` and the results in `outputs`."""
+    """One recorded operation. `kind`: a row of `diptych.lab.replay.table`, which names the operands (`inputs`), the
+    `options` and the results (`outputs`)."""
 
     kind: str
     inputs: dict[str, Bits]
@@ -63,14 +63,14 @@ class Op:
 
 
 class Operands(dict[str, T]):
-    """An operation's operands in a framework. One that is missing is a ReplayError."""
+    """The operands of an operation in a framework, by name. A missing name **raises** ReplayError."""
 
     def __missing__(self, name: str) -> T:
         raise ReplayError(f"operand {name} is missing")
 
 
 def require_results(op: Op, found: dict[str, T]) -> dict[str, T]:
-    """Returns what was computed. **Raises** ReplayError if a recorded result is not among it."""
+    """Returns the results `found`. **Raises** ReplayError if a recorded result of `op` is not among them."""
     if missing := [name for name in op.outputs if name not in found]:
         raise ReplayError(f"{op.kind} has no result {missing[0][:80]!r} here; it has {', '.join(found)}")
     return found

@@ -1,4 +1,4 @@
-"""Finds the operation that computed a site of a trace, with its operands' and results' recorded values."""
+"""Finds the operation that computed a site of a trace, with the recorded values of its operands and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.lab.traces import Observation, Trace
 
 
 class Recorded(NamedTuple):
-    """`op`: what was computed, of `operands` and with `results` by the names in its row."""
+    """An operation `op` with the observations of its operands and results, by their names in the operation's row."""
 
     op: Op
     operands: dict[str, Observation]
@@ -23,8 +23,8 @@ class Recorded(NamedTuple):
 def recorded(trace: Trace, site: str, step: int | None = None, rank: int = 0) -> Recorded:
     """Returns the operation that computed a site.
 
-    **Arguments:** `site`: a key of a result, such as "result:h.0/gemm.d", or its name alone; or of an activation whose
-    bits are those of a result. `step`: None is the first step that was recorded.
+    **Arguments:** `site`: the key of a result, such as "result:h.0/gemm.d", or its name alone; or an activation that
+    has the bits of a result. `step`: None means the first recorded step.
 
     **Raises** ReplayError if the trace does not have the step, rank or site, if no operation is known for it, or if
     values of an operand or result are missing; TraceError if the file with values is damaged.
@@ -45,7 +45,7 @@ def recorded(trace: Trace, site: str, step: int | None = None, rank: int = 0) ->
 def operations(observations: Sequence[Observation]) -> Iterator[Recorded]:
     """Yields all operations of a step that can be computed again, in the order of their first results.
 
-    **Arguments:** `observations`: of one step of one rank. **Raises** as `recorded` does.
+    **Arguments:** `observations`: all observations of one step of one rank. **Raises** the errors of `recorded`.
     """
     by_key = _by_key(observations)
     for results in _results(observations).values():
@@ -57,7 +57,7 @@ def _by_key(observations: Sequence[Observation]) -> dict[str, Observation]:
 
 
 def _results(observations: Sequence[Observation]) -> dict[tuple[Any, Any], list[Observation]]:
-    """Returns the results of each operation. Calls differ in the keys of their operands."""
+    """Returns the results of each operation. Two calls of one operation have operands with different keys."""
     found: dict[tuple[Any, Any], list[Observation]] = collections.defaultdict(list)
     for o in observations:
         if o.site.operation is not None:
@@ -85,7 +85,7 @@ def _found(observations: list[Observation], site: str) -> Observation:
 
 
 def _with_operation(found: Observation, observations: list[Observation], trace: Trace) -> Observation:
-    """Returns the result with the same bits if `found` is an activation."""
+    """Returns `found` if an operation computed it, else the result that has the bits of the activation `found`."""
     if found.site.operation is not None:
         return found
     same = [
@@ -123,8 +123,8 @@ def _operation(found: list[Observation], by_key: Mapping[str, Observation]) -> R
 
 
 def argument(key: str) -> str:
-    """Returns the name that an operand's or result's key ends in, in the table's row: "a_data" of
-    "operand:h.0.mlp.fc/gemm.a_data#1", or of a shard, ".../gemm.a_data@data=1"."""
+    """Returns the name that an operand or result has in the table's row, from its key: "a_data" for
+    "operand:h.0.mlp.fc/gemm.a_data#1" and, for a shard, for ".../gemm.a_data@data=1"."""
     last = key.rpartition("/")[2].partition("#")[0].partition("@")[0]
     return last.partition(".")[2] or last
 

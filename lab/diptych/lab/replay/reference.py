@@ -1,10 +1,10 @@
-"""Computes operations of the frameworks in float64 with NumPy, and bounds the errors that rounding leads to.
+"""Computes operations of the frameworks in float64 with NumPy, and bounds the errors of their rounding.
 
-A bound is made of the format's rounding errors: u_out, half of the result dtype's distance from 1 to the next value,
-for each elementary operation, and u, that of float32 or of a wider result, in sums. A sum of k terms in any order errs
-by up to about sqrt(k) * u * (the sum of their magnitudes): the k roundings are nearly independent, and the factor of 4
-in `_sum` is exceeded with a probability below 1e-3 (Higham and Mary, "A new approach to probabilistic rounding error
-analysis", 2019, theorem 2.4: 2 exp(-4^2 / 2)). Magnitudes are those before cancellation.
+A bound is made of two relative rounding errors: u_out, half of the distance from 1 to the next value of the result's
+dtype, for each elementary operation; and u, that of float32 or of a wider result, for sums. The error of a sum of k
+terms in any order is at most about sqrt(k) * u * (the sum of their magnitudes): the k roundings are nearly independent,
+and the factor of 4 in `_Units.sum` is exceeded with a probability below 1e-3 (Higham and Mary, "A new approach to
+probabilistic rounding error analysis", 2019, theorem 2.4: 2 exp(-4^2 / 2)). Magnitudes are those before cancellation.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from diptych.lab.traces import DTYPES, DType
 Array = np.ndarray
 _FLOAT32 = DTYPES["float32"].half_ulp
 TF32 = 2.0**-11
-"""Half of TF32's distance from 1 to the next value: it has 10 bits of mantissa."""
+"""Half of the distance from 1 to the next value of TF32, which has 10 bits of mantissa."""
 
 
 class Reference(NamedTuple):
-    """`value` and `bound`: float64, of the result's shape. `products`: the sum of magnitudes of a product's terms, for
-    rounded operands; else None."""
+    """The exact `value` of a result and the `bound` of its error: float64 arrays of the result's shape. `products`: the
+    sums of the magnitudes of a product's terms, by which the error of rounded operands is bounded; None for other
+    operations."""
 
     value: Array
     bound: Array
@@ -34,22 +35,22 @@ class Reference(NamedTuple):
 
 
 class _Units(NamedTuple):
-    """Relative errors of rounding to the result's dtype, and of sums. `lost`: numbers below it may become zero, as may
-    quotients whose divisor is then too large."""
+    """Relative errors of rounding to the result's dtype (`out`) and of a sum's terms (`sums`). `lost`: magnitudes below
+    it may become zero, and so may quotients whose divisors are too large for the dtype."""
 
     out: float
     sums: float
     lost: float
 
     def sum(self, terms: int) -> float:
-        """The relative error of a sum with so many terms."""
+        """Returns the relative error of a sum of so many terms."""
         return (4 * math.sqrt(terms) + 2) * self.sums if terms > 1 else self.sums
 
 
 def reference(op: Op) -> Reference:
-    """Returns what `op`, a row of the table that is not diptych's own, computes of its operands, and the bound.
+    """Returns the exact result of `op`, a row of the table that is not diptych's own, and its bound.
 
-    **Raises** ValueError or IndexError for operands that do not fit.
+    **Raises** ValueError or IndexError if the operands do not fit.
     """
     dtype = DTYPES[op.outputs["out"].dtype]
     given = {name: DTYPES[bits.dtype].decode(bits.data) for name, bits in op.inputs.items()}
@@ -63,8 +64,8 @@ def reference(op: Op) -> Reference:
 def _floor(dtype: DType) -> float:
     """Returns the absolute error that a subnormal result may have.
 
-    A framework may flush subnormal results to zero. Those of float16, whose subnormal values are normal in float32, are
-    rounded a few times instead.
+    A framework may flush subnormal results to zero. Subnormal float16 results, which are normal in float32, are rounded
+    a few times instead.
     """
     if dtype.smallest_normal <= DTYPES["float32"].smallest_normal:
         return dtype.smallest_normal
@@ -121,14 +122,14 @@ def _transposed(x: Array, layout: str, first: str, space: list[str]) -> Array:
 
 
 def _dilated(x: Array, factors: tuple[int, ...]) -> Array:
-    """Returns x [., ., spatial...] with factor - 1 zeros between its elements."""
+    """Returns x [., ., spatial...] with factor - 1 zeros between neighbouring elements."""
     out = np.zeros((*x.shape[:2], *((n - 1) * f + 1 if n else 0 for n, f in zip(x.shape[2:], factors, strict=True))))
     out[(slice(None), slice(None), *(slice(None, None, f) for f in factors))] = x
     return out
 
 
 def _correlated(x: Array, weight: Array, strides: tuple[int, ...], groups: int) -> Array:
-    """x [N, C, ...], weight [O, C / groups, ...] -> [N, O, ...]."""
+    """Returns the cross-correlation [N, O, ...] of x [N, C, ...] with weight [O, C / groups, ...]."""
     sizes = [max((n - k) // s + 1, 0) for n, k, s in zip(x.shape[2:], weight.shape[2:], strides, strict=True)]
     x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
     weight = weight.reshape(groups, -1, *weight.shape[1:])
@@ -146,14 +147,14 @@ def _softmax(units: _Units, given: Mapping[str, Array], options: Mapping[str, An
 
 
 def _relative(units: _Units, x: Array, value: Array, axis: int) -> tuple[Array, Array]:
-    """The relative errors of exp(x - max) and of its sum: the difference is rounded, and exp grows that error."""
+    """Returns the relative errors of exp(x - max) and of its sum. The difference is rounded, which exp amplifies."""
     below = np.abs(x - x.max(axis, keepdims=True, initial=-np.inf))
     grown = np.expm1(np.minimum(units.out * np.where(np.isfinite(below), below, 0), 700))
     return grown, 4 * units.out + (value * grown).sum(axis, keepdims=True) + units.sum(x.shape[axis])
 
 
 def _log_probabilities(x: Array, axis: int) -> tuple[Array, Array]:
-    """Returns log_softmax, and the magnitude of its terms."""
+    """Returns log_softmax(x), and the sum of the magnitudes of its two terms."""
     below = x - x.max(axis, keepdims=True, initial=-np.inf)
     log = np.log(np.exp(below).sum(axis, keepdims=True))
     return below - log, np.abs(below) + np.abs(log)
@@ -181,7 +182,7 @@ def _norm(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any],
     mean = of(x) if centered else np.zeros(1)
     variance = of((x - mean) ** 2)
     factor = 1 / np.sqrt(variance + options["eps"])
-    # The variance may be computed as the mean of x^2 less the mean's square, and be as small as zero.
+    # A framework may compute the variance as mean(x^2) - mean(x)^2, which can cancel to zero.
     least = np.maximum(variance - error * (of(x**2) + mean**2), 0)
     of_factor = np.sqrt((variance + options["eps"]) / (least + options["eps"])) - 1 + 2 * units.sums
     normed = (x - mean) * factor
@@ -205,7 +206,7 @@ def _gelu(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any])
 def _silu(units: _Units, given: Mapping[str, Array], _: Any) -> Reference:
     x = given["x"]
     value = x / (1 + np.exp(-x))
-    lost = np.minimum(np.abs(value), np.abs(x) * units.lost)  # of the factor 1 / (1 + exp(-x))
+    lost = np.minimum(np.abs(value), np.abs(x) * units.lost)  # the factor 1 / (1 + exp(-x)) may become zero
     return Reference(value, units.out * np.abs(value) * (6 + np.abs(x)) + lost)
 
 
@@ -233,7 +234,7 @@ def _cross_entropy(units: _Units, given: Mapping[str, Array], options: Mapping[s
     logits, targets = np.moveaxis(given["logits"], options["axis"], -1), given["targets"].astype(np.int64)
     log, below = _log_probabilities(logits, -1)
     largest = np.abs(logits.max(-1, keepdims=True, initial=-np.inf))
-    # log(sum(exp)) may be complete before the logit is subtracted: its terms are large where all logits are.
+    # A framework may complete log(sum(exp)) before it subtracts the logit; both are large if all logits are.
     magnitude = below + np.minimum(np.abs(logits), largest)
     errors = _relative(units, logits, np.exp(log), -1)[1] + 3 * units.out * magnitude
     kept = targets != options["ignore_index"] if options["ignore_index"] is not None else np.ones(targets.shape, bool)

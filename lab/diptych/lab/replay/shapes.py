@@ -1,7 +1,7 @@
-"""Shapes of what the frameworks' operations compute: a trace cannot ask for more memory than its tensors have.
+"""Checks the shapes of the frameworks' operations, so that a trace cannot ask for more memory than its tensors take.
 
-Targets of cross entropy must be classes, and ids of an embedding rows of its table. For others each way to write it has
-results of its own: PyTorch stops, and JAX counts from the end, clips, or returns NaN or 0.
+Targets of cross entropy must be classes, and ids of an embedding must be rows of its table. For others the frameworks
+have different results: PyTorch raises an error; JAX counts from the end, clips, or returns NaN or 0.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from diptych.lab.traces import DTYPES
 
 Shape = tuple[int, ...]
 _LARGEST = 2**28
-"""Elements of a convolution's operand with its padding and dilation, which the reference holds in float64."""
+"""The most elements of a convolution's padded and dilated operand, which the reference holds in float64."""
 
 
 def require_shape(op: Op) -> None:
-    """**Raises** ReplayError if the result of a framework's operation does not have the shape that its operands and
-    options lead to, if a convolution needs too much memory, or if a target is no class or an id no row. ValueError for
-    operands that do not fit."""
+    """**Raises** ReplayError if the recorded result of a framework's operation does not have the shape that operands
+    and options imply, if a convolution needs too much memory, if a target is no class or an id is no row; ValueError if
+    the operands do not fit."""
     if op.kind not in _ROWS:
         return
     shapes = {name: bits.data.shape for name, bits in op.inputs.items()}

@@ -1,7 +1,7 @@
 """The operations that can be computed again: names of operands, options and results, equal in both frameworks.
 
 Operands, options and results of diptych's own operations have the names that JAX's primitives give them
-(`diptych.lab.jax.own_ops`). What follows says what those of the frameworks compute.
+(`diptych.lab.jax.own_ops`). This table defines the operations of the frameworks.
 
 | row | computes |
 |---|---|
@@ -40,11 +40,12 @@ from diptych.lab.traces import DTYPES, is_recorded
 from diptych.lab.traces.schema import Operation, TraceError, parse
 
 _MOST = 2**31 - 1
-"""The largest number of rows, tokens, axes and so on."""
+"""The largest count of rows, tokens or axes in an option."""
 
 
 class Row(NamedTuple):
-    """`operands` and, where they may be absent, `optional` ones. `own`: whether it is one of diptych's operations."""
+    """A row of the table. `operands`: the names of operands that are always there; `optional`: of those that may be
+    absent. `options`: a test of the value of each option. `own`: whether it is one of diptych's own operations."""
 
     operands: tuple[str, ...]
     optional: tuple[str, ...]
@@ -77,7 +78,7 @@ def _equation(v: Any) -> bool:
 
 
 def _layout(v: Any) -> bool:
-    """The axes of x, weight and out, each in any order, one to three of which are spatial."""
+    """Returns whether v names the axes of x, weight and out, each in any order, with one to three spatial axes."""
     space = "012"[: (len(v) - 8) // 3] if type(v) is str and len(v) <= 17 else ""
     return bool(space) and [sorted(axes) for axes in v.split(",")] == [sorted(c + space) for c in ("NC", "OI", "NC")]
 
@@ -91,7 +92,8 @@ def _copy_option(v: Any) -> bool:
 
 
 def _source(v: Any) -> bool:
-    """(kind, its norm or activation, zero_centered_gamma or gated, whether there is a beta)."""
+    """Returns whether v is a source: (kind, its norm or activation, zero_centered_gamma or gated, with or without
+    beta)."""
     return type(v) is tuple and [type(i) for i in v] == [str, str, bool, bool] and v[1] in _SOURCES.get(v[0], ())
 
 
@@ -177,9 +179,9 @@ TABLE: dict[str, Row] = {
 
 
 def encoded(name: str, options: Mapping[str, Any]) -> str:
-    """Returns the options of a row as the JSON text that a trace has.
+    """Returns the options of a row as the JSON text of a trace.
 
-    **Raises** ValueError for options that are not the row's, TypeError for a quantizer that cannot be written.
+    **Raises** ValueError if the row does not have these options, TypeError if a quantizer cannot be written.
     """
     check(name, options)
     plain = {k: quantizer_json.to_json(v) if isinstance(v, Quantizer) else v for k, v in options.items()}
@@ -187,7 +189,7 @@ def encoded(name: str, options: Mapping[str, Any]) -> str:
 
 
 def decoded(name: str, text: str) -> dict[str, Any]:
-    """Returns the options of a row from a trace's text. **Raises** ValueError if they are not the row's."""
+    """Returns the options of a row from a trace's JSON text. **Raises** ValueError if the row does not have them."""
     found = parse(text.encode(), f"{name}: options")
     if not isinstance(found, dict):
         raise ValueError(f"{name}: options: must be an object of JSON")
@@ -200,7 +202,7 @@ def decoded(name: str, text: str) -> dict[str, Any]:
 
 
 def options_apart(a: Operation | None, b: Operation | None) -> tuple[str, ...]:
-    """Returns the options of one operation that differ in two traces, as "name: of a, of b". Nothing is checked."""
+    """Returns the options in which two calls of one operation differ, as "name: value in a, value in b", unchecked."""
     if a is None or b is None or a == b or a.name != b.name:
         return ()
     try:
@@ -222,7 +224,7 @@ def _tuples(value: Any) -> Any:
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """**Raises** ValueError for a name without a row, and for options that its row does not have."""
+    """**Raises** ValueError if the table has no row `name`, or if the row does not have these options."""
     if name not in TABLE:
         raise ValueError(f"{name[:40]!r} is no operation that can be computed again; there are {', '.join(TABLE)}")
     tests = TABLE[name].options
