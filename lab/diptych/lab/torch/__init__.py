@@ -1,4 +1,4 @@
-"""The lab for torch: capture of any model; and its adapter: the demo model and its training step."""
+"""The lab for torch: the capture of any model, and the adapter that trains the demo model."""
 
 from diptych.lab.torch.capture import Capture, capture
 

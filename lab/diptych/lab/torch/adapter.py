@@ -1,4 +1,4 @@
-"""Registers torch with the lab: trains the demo model and replays other frameworks' operations."""
+"""Registers torch with the lab: trains the demo model, replays recorded operations, and feeds models in a bisection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from diptych.torch.tensors.quantized import QuantizedTensor
 
 
 class TorchTrainer:
-    """The demo model with its blocks under torch.compile and torch's AdamW."""
+    """A trainer of the demo model, with its blocks under torch.compile and torch's AdamW."""
 
     def __init__(self, job: Job, weights: Weights) -> None:
         torch.set_num_threads(job.threads)
@@ -55,7 +55,7 @@ class TorchTrainer:
         )
         self._steps = 0
         if job.compile:
-            for block in self._model.blocks:  # one compilation serves all: they share their code
+            for block in self._model.blocks:  # blocks share their code, so that one compilation serves all
                 block.compile()
 
     def _loss(self, batch: np.ndarray) -> Tensor:
@@ -83,7 +83,7 @@ class TorchTrainer:
     @torch.no_grad()
     def evaluate(self, batch: np.ndarray) -> float:
         streams = {linear: linear.rng_state.clone() for linear in self._linears.values() if self._job.streams()}
-        self._model.eval()  # scales are used as they are
+        self._model.eval()  # scales are not updated
         try:
             return self._loss(batch).item()
         finally:
@@ -136,7 +136,7 @@ class TorchTrainer:
 
 
 def _spoil(q: QuantizedTensor, factor: float) -> QuantizedTensor:
-    """The self-test's fault; see `Corruption`."""
+    """Returns `q` with the self-test's fault; see `Corruption`."""
     if q.quantizer.format.two_level:  # the factor is too large for an E4M3 scale
         assert q.amax is not None
         q.amax = q.amax * factor

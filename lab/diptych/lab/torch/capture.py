@@ -31,7 +31,7 @@ from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_RECORDING: list[Capture] = []  # whose models have their taps now
+_RECORDING: list[Capture] = []  # captures whose models have taps at present
 
 
 def capture(
@@ -52,13 +52,13 @@ def capture(
                 ...  # forward, backward, update
                 t.step()
 
-    **Arguments:** `model`: any module, unmodified, eager or compiled, whole or in parts. `out`: the trace's folder;
-    with torch.distributed, that of all ranks. `sites`: a pattern of names, part by part, as in rules of `convert`: of
-    modules, parameters, and operands such as "h.0.fc/quantize.x". `every`: of so many steps the first one is recorded;
-    the others run as without a capture. `values`: "hash", none beside hashes; "sample", up to 1024 elements of each
-    tensor; "full", whole tensors as far as half of the budget has room. `budget`: bytes of values in the whole trace.
-    `ops`: "own" records operands and results of diptych's ops; "all", in eager code, also those of torch's functions in
-    the forward pass; "none" leaves both out. `statistics`: False records hashes alone.
+    **Arguments:** `model`: any module, unmodified, eager or compiled, whole or in parts. `out`: the trace's folder, one
+    for all ranks. `sites`: a pattern of names of modules, parameters, and operands such as "h.0.fc/quantize.x",
+    compared part by part as in `convert`. `every`: the interval between recorded steps; others run as without a
+    capture. `values`: "hash" keeps none; "sample" up to 1024 elements of each tensor; "full" whole tensors, up to half
+    of the budget. `budget`: bytes of values in the whole trace. `ops`: "own" records operands and results of diptych's
+    ops; "all", in eager code, also those of torch's functions in the forward pass; "none" leaves both out.
+    `statistics`: False records hashes alone.
 
     **Raises** TypeError or ValueError for bad arguments; on entry, TraceError if `out` has a trace of this rank,
     FileError if it cannot be written, and NotImplementedError for a model with parts in TorchScript or in another
@@ -68,7 +68,7 @@ def capture(
 
 
 class Capture:
-    """See `capture`."""
+    """A capture of a torch model; see `capture`."""
 
     def __init__(self, model: nn.Module, out: Any, options: Any, statistics: bool) -> None:
         if not isinstance(model, nn.Module):
@@ -97,7 +97,7 @@ class Capture:
             self._check(path, module)
             wrapper = hasattr(module, graphs.COMPILED)
             self._compiled |= wrapper or graphs.compiled_call(module) is not None
-            if not wrapper:  # the wrapper of torch.compile: what it wraps has the same name
+            if not wrapper:  # torch.compile's wrapper has the name of the module inside of it
                 key = next(_KEYS)
                 self._modules[key], self._paths[key] = module, plain(path)
         self._wanted = {k: rules.wanted(self.options.sites, rules.named(p)) for k, p in self._paths.items()}
@@ -127,10 +127,10 @@ class Capture:
         self._writer.close()
 
     def step(self) -> None:
-        """Ends a training step and writes what it recorded. The host waits for the device.
+        """Ends a training step and writes its records. The host waits for the device.
 
-        **Raises** RuntimeError outside of the `with` block, or if no module ran in a step that is recorded; TraceError
-        and FileError as the trace's writer does. NotImplementedError if recomputed activations cannot be matched.
+        **Raises** RuntimeError outside of the `with` block, or if no module ran in a recorded step; TraceError and
+        FileError as the trace's writer does; NotImplementedError if recomputed activations match no call.
         """
         if self._writer is None or self._writer.closed:
             raise RuntimeError("capture: step() is called outside of the capture's with block")
@@ -153,16 +153,15 @@ class Capture:
             self._begin()
 
     def check(self, run: Callable[[], Any]) -> bool:
-        """Runs a step without and with taps and notes in the trace whether both have the same bits.
+        """Runs a step without and with taps, and notes in the trace whether both have the same bits.
 
         **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None. It is called
-        twice. Modules' attributes, gradients and torch's random numbers are set back each time.
+        twice. Afterwards modules' attributes, gradients and torch's random state are restored each time.
 
-        **Raises** RuntimeError outside of the `with` block, if the present step has begun, if `run` changes parameters'
-        values, and if it runs no module of the model.
+        **Raises** RuntimeError outside of the `with` block, if the present step has begun, if `run` changes the values
+        of parameters, or if it runs no module of the model.
 
-        **Returns** whether the loss, all gradients of parameters and all buffers had the same bits; with
-        torch.distributed, on all ranks.
+        **Returns** whether the loss, all gradients of parameters and all buffers had the same bits, on all ranks.
         """
         if self._writer is None or self._writer.closed:
             raise RuntimeError("capture: check() is called outside of the capture's with block")
@@ -188,10 +187,10 @@ class Capture:
         self._writer.note(plain_bits=same)
         return same
 
-    # --- what a step needs ---
+    # --- the state of a step ---
 
     def _begin(self) -> None:
-        """Prepares the next step; if it is recorded, the model gets its taps."""
+        """Prepares the next step: gives the model its taps if the step is recorded."""
         self._forget()
         self._recorded = self._steps % self.options.every == 0
         if self._recorded:
@@ -200,14 +199,14 @@ class Capture:
     def _forget(self) -> None:
         self._began = False
         self._calls: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._seen: dict[Any, Seen] = {}  # of modules and ops, in the order of computation
+        self._seen: dict[Any, Seen] = {}  # tensors of modules and ops, in the order of computation
         self._first: list[Seen] = []  # parameters
-        self._last: dict[str, Seen] = {}  # their gradients
-        self._trained = False  # whether any of these came, recorded or not
+        self._last: dict[str, Seen] = {}  # gradients of parameters
+        self._trained = False  # whether a parameter got a gradient, recorded or not
         self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
         self._running = taps.Modules()
-        self._unused: dict[int, int] = {}  # keys of modules by tickets of calls that have run nothing yet
+        self._unused: dict[int, int] = {}  # keys of modules by the tickets of calls that have run no op yet
 
     @contextlib.contextmanager
     def _attached(self) -> Any:
@@ -245,10 +244,10 @@ class Capture:
         device = next((p.device.type for p in self._model.parameters()), "cpu")
         return Meta("torch", versions, device, ranks, None, rules.HASH, True, None, self.options)
 
-    # --- what taps call ---
+    # --- the recorder's methods, which taps call ---
 
     def wants(self, key: int) -> bool:
-        return self._wanted[key] or not any(self._wanted.values())  # a tap says that the step began
+        return self._wanted[key] or not any(self._wanted.values())  # taps also report that a step begins
 
     def owns(self, key: int, module: nn.Module) -> bool:
         return self._modules[key] is module
@@ -300,7 +299,7 @@ class Capture:
         self._running.gradient(ticket)
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
-            self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
+            self._seen.pop(("gradient", ticket), None)  # the gradient of an earlier backward pass
             seen = self._see("activation_grad", of.name, of.call, gradient)
             if seen is not None:
                 self._seen["gradient", ticket] = seen
@@ -314,7 +313,7 @@ class Capture:
             self._last[name] = seen
 
     def call(self, key: int, backward: bool) -> int:
-        if not backward and compiled.in_backward():  # it is computed again
+        if not backward and compiled.in_backward():  # a recomputation
             return -1
         self._start()
         if not backward:
@@ -326,8 +325,8 @@ class Capture:
     # --- operations ---
 
     def _place_of_op(self) -> tuple[str, int] | None:
-        """Returns the name of the module that runs an op, and the call's ticket: None for ops of no module, and for
-        those that are repeated to recompute activations."""
+        """Returns the name of the module that runs an op and the call's ticket; None for ops outside of modules, and
+        for ops that are repeated to recompute activations."""
         if self._quiet:
             return None
         node = compiled.running()
@@ -365,8 +364,8 @@ class Capture:
         return rules.wanted(self.options.sites, path) or rules.wanted(self.options.sites, full)
 
     def _module_of_function(self) -> str | None:
-        """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
-        pass; None where functions are not recorded, such as those that the model of another capture calls."""
+        """Returns the name of the module that calls a torch function; "loss" between the forward and the backward pass;
+        None if the function is not recorded, such as one that the model of another capture calls."""
         if self._quiet or self._compiled or compiled.in_backward():
             return None
         path = self._running.calls()
@@ -376,7 +375,7 @@ class Capture:
         return "loss" if self._began and self._running.between() and not elsewhere else None
 
     def _start(self) -> None:
-        """The step's first module or op runs: records the parameters that it uses."""
+        """Begins the step, if it has not begun: records the parameters. The step's first module or op calls this."""
         begins, self._began = not self._began, True
         if not begins or self._quiet:
             return
@@ -411,7 +410,8 @@ class Capture:
     # --- tensors ---
 
     def _see(self, kind: Kind, name: str, call: int, x: Tensor, keep: bool = True) -> Seen | None:
-        """Returns what the device computes of a tensor, None with a warning if traces cannot hold it."""
+        """Returns a tensor's hash, statistics and values on its device; None, with a warning, if traces cannot hold
+        it."""
         if self._quiet:
             return None
         with torch.no_grad():
@@ -428,7 +428,7 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            with dispatch.without_function_modes():  # these are no functions of the model
+            with dispatch.without_function_modes():  # the lab's own functions are not recorded
                 seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
                 if keep:
                     seen.row = statistics_ops.statistics(x) if self._with_statistics else None
@@ -436,8 +436,8 @@ class Capture:
         return seen
 
     def _keep(self, site: Site, x: Tensor) -> Tensor:
-        """Returns the values that the step may keep. The trace's plan is made when the step's sites are known; tensors
-        are foreseen in the order of their computation, and where that differs, the plan finds a sample instead."""
+        """Returns the values that the step may keep. The trace's plan is made once all sites of the step are known, and
+        predicted until then, in the order of computation. If a prediction is wrong, the plan gets a sample."""
         if site.key not in self._plans:
             (plan,) = self._budget.plan([site])
             self._budget.take([site], [plan])
@@ -448,7 +448,7 @@ class Capture:
         return statistics.sample(x, count) if count < site.size else statistics.copied(x)
 
     def _entries(self) -> list[Entry]:
-        """Returns the step's records in the order of computation. The host waits for the device."""
+        """Returns the step's entries in the order of computation. The host waits for the device."""
         last = [self._last[name] for name in self._parameters if name in self._last]
         self._warn_of_unused()
         statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
@@ -486,7 +486,7 @@ class Capture:
 
 
 def plain(path: str) -> str:
-    """A module's path without the wrappers of torch.compile."""
+    """Returns a module's path without the wrappers of torch.compile."""
     return ".".join([part for part in path.split(".") if part != graphs.COMPILED])
 
 

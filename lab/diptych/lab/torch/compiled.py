@@ -1,14 +1,14 @@
-"""Nodes of compiled graphs that call the recorder, and how a node of diptych's ops knows its module.
+"""Ops in compiled graphs that call the recorder, and the assignment of diptych's ops in these graphs to modules.
 
-Two ops get what a module computes: `lab_forward` an output, `lab_backward` its gradient (`taps.py`). diptych's own ops
-are recorded where they run, by an observer, as in eager code; what is missing there is the module. While a module's
-code is traced, its `Caller` is on the stack of function modes. It replaces each of diptych's ops by a variant with one
-more operand, which the op `lab_call` makes of the module's key. Invariants:
+Two ops pass tensors to the recorder: `lab_forward` a module's output, `lab_backward` its gradient (`taps.py`). An
+observer records diptych's own ops where they run, as in eager code, but it does not know their module. So while a
+module's code is traced, its `Caller` is on the stack of function modes. It replaces each of diptych's ops by a variant
+with one more operand, which the op `lab_call` makes from the module's key. Invariants:
 
 - A module's key is an operand, so that modules with common code have a common graph. `lab_call` declares that it writes
   to the key: no compiler drops, merges or reorders the calls of a module. The variant itself is as pure as the op.
-- Forward and backward have a key each, since no graph may write to a tensor in both. What is traced below a graph that
-  is complete is a backward.
+- Forward and backward have a key each, since no graph may write to a tensor in both. Code is a backward if it is traced
+  below a graph that is complete.
 - In code that is not being traced a `Caller` does nothing.
 """
 
@@ -57,26 +57,26 @@ _LIBRARY = torch.library.Library("diptych", "FRAGMENT")
 
 
 class Recorder(Protocol):
-    """What gets the tensors."""
+    """The receiver of the tensors of modules in compiled and eager code."""
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
-        """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
+        """Records an output. `place`: its place in the module's result. Returns the call's ticket."""
         ...
 
     def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
-        """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
+        """Records the gradient of the output with this ticket. Eager code calls it for all modules, wanted or not."""
 
     def call(self, key: int, backward: bool) -> int:
-        """A module calls one of diptych's ops in compiled code. Returns the call's ticket, -1 if it is no call of its
-        own."""
+        """Reports that a module calls one of diptych's ops in compiled code. Returns the call's ticket, -1 in
+        recomputation."""
         ...
 
 
 ACTIVE: dict[int, Any] = {}
-"""The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
+"""The recorders of all modules that have taps at present, by key. Calls with other keys record nothing."""
 
 
-# --- whether a backward pass runs ------------------------------------------------------------------------------------
+# --- backward passes -------------------------------------------------------------------------------------------------
 
 
 def in_backward() -> bool:
@@ -84,8 +84,8 @@ def in_backward() -> bool:
 
 
 def recomputes() -> bool:
-    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
-    exception."""
+    """Returns whether non-reentrant checkpointing recomputes activations: hooks for saved tensors are then active in a
+    backward pass. It may leave modules by an exception."""
     return in_backward() and bool(saved_hooks(True))
 
 
@@ -139,7 +139,7 @@ _call_op = _define(
 
 
 class Running(NamedTuple):
-    """The node of a graph that runs diptych's ops now."""
+    """The call of a variant that runs diptych's ops at present."""
 
     recorder: Any
     key: int
@@ -150,12 +150,12 @@ _running = threading.local()
 
 
 def running() -> Running | None:
-    """Returns the node that runs in this thread, None outside of nodes that know their module."""
+    """Returns the variant's call that runs in this thread, None outside of variants."""
     return getattr(_running, "node", None)
 
 
 def in_compiled_code() -> bool:
-    """Whether a graph of torch.compile calls the function that asks."""
+    """Returns whether a graph of torch.compile is among the callers of this function."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -175,7 +175,7 @@ def _is_own(op: Any) -> bool:
 
 @functools.cache
 def _variant(op: Any) -> str:
-    """Returns the name of the variant of an op that knows its module, "" if it is none of diptych's."""
+    """Returns the name of an op's variant that knows its module, "" if the op is not one of diptych's."""
     if not _is_own(op):
         return ""
     signature = str(schema(op))
@@ -203,7 +203,7 @@ def _variant(op: Any) -> str:
     return name
 
 
-# --- what is traced --------------------------------------------------------------------------------------------------
+# --- tracing ---------------------------------------------------------------------------------------------------------
 
 
 @assume_constant_result
@@ -213,7 +213,7 @@ def _known(op: Any) -> str:
 
 @assume_constant_result
 def in_part() -> bool:
-    """Whether a graph within the graph is traced, such as a checkpoint's."""
+    """Returns whether a subgraph, such as a checkpoint's, is being traced."""
     return current_tracer().parent is not None
 
 
@@ -228,11 +228,11 @@ def _traces_backward() -> bool:
 
 
 _HOLDERS = {"TensorVariable", "UserDefinedObjectVariable", "LocalGeneratorObjectVariable"}
-"""Dynamo's classes for values that are tensors or may have some, by name: not every version of torch has all."""
+"""Names of Dynamo's classes for values that are or may hold tensors. Not every version of torch has all of them."""
 
 
 def may_hold_tensors(value: Any) -> bool:
-    """Whether tensors may be in an object, as Dynamo describes it while it traces."""
+    """Returns whether an object may hold tensors. `value`: Dynamo's description of the object while it traces."""
     inside: list[Any] = []
     visit(inside.append, value)
     inside += [item.vt for v in inside for item in getattr(v, "set_items", ())]
@@ -242,7 +242,8 @@ def may_hold_tensors(value: Any) -> bool:
 
 
 class Caller(TorchFunctionMode):
-    """A module while its code is traced. `key`, `backward_key`: its keys. Copies and pickles of it are None."""
+    """The function mode of a module while its code is traced. `key`, `backward_key`: the module's keys. A copy or
+    pickle of it is None."""
 
     def __init__(self, key: Tensor, backward_key: Tensor) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ class Caller(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Compilers trace the next line for each function of torch.
+        # Compilers trace the next line for each torch function, so it must be cheap.
         name = _known(func) if isinstance(func, Operator) and torch.compiler.is_dynamo_compiling() else ""
         if not name:
             return func(*args, **kwargs)
@@ -272,8 +273,8 @@ def _push(context: Any) -> None:
 
 
 def enter(caller: Caller) -> None:
-    """Begins a module in traced code. The stack of modes changes as the code does; in a part of a graph it changes for
-    the trace alone, since no effect may leave that part."""
+    """Begins a module in traced code. The code itself changes the stack of modes; in a subgraph only the tracer's stack
+    changes, since a subgraph may have no effect outside of itself."""
     if in_part():
         comptime(_push)
     else:
@@ -281,7 +282,7 @@ def enter(caller: Caller) -> None:
 
 
 def leave() -> None:
-    """Ends it."""
+    """Ends the module that `enter` began last."""
     if in_part():
         comptime(graphs.pop_mode)
     else:
@@ -289,7 +290,7 @@ def leave() -> None:
 
 
 def forget() -> None:
-    """Takes callers from the stack of modes, where exceptions left them."""
+    """Removes callers that exceptions left on the stack of modes."""
     modes = function_modes()
     if any(isinstance(mode, Caller) for mode in modes):
         for _ in modes:
@@ -299,12 +300,12 @@ def forget() -> None:
                 push_function_mode(mode)
 
 
-# --- while steps are recorded ----------------------------------------------------------------------------------------
+# --- contexts of recorded steps --------------------------------------------------------------------------------------
 
 
 def shared(make: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[], Any]:
-    """Returns a context that is entered with the first of its users and left with the last one: captures at once begin
-    and end their steps in any order."""
+    """Returns a context that is entered with its first user and left with its last one, since captures that overlap
+    begin and end their steps in any order."""
     users, left = 0, contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -325,12 +326,12 @@ def shared(make: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callab
 
 @contextlib.contextmanager
 def effective(compiled: bool) -> Iterator[None]:
-    """Makes calls of compiled code run code that is compiled with the modules' present hooks.
+    """Makes calls of compiled code run code that was compiled with the modules' present hooks.
 
-    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for. Where they
-    are, the state stays, since it would have an effect.
+    Compiled code is guarded by the warn-only flag of deterministic algorithms, which has no effect while these are off.
+    The flag is changed in recorded steps, so that code with taps and code without are compiled separately.
 
-    **Raises** NotImplementedError where deterministic algorithms are asked for and code with taps is `compiled`.
+    **Raises** NotImplementedError if deterministic algorithms are on and code with taps is `compiled`.
     """
     if torch.are_deterministic_algorithms_enabled():
         if compiled:
@@ -350,7 +351,7 @@ def _guarded() -> Iterator[None]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     _warn_only(not warns)
     try:
-        # Code of a module without taps that is compiled meanwhile must not run for one with taps.
+        # Code that is compiled for a module without taps must not run for a module with taps.
         with patch_config(skip_nnmodule_hook_guards=False):
             yield
     finally:
@@ -371,8 +372,8 @@ def _run_ops(self: Programs, key: Any, held: Any, inputs: Any, alone: Any, call:
 @shared
 @contextlib.contextmanager
 def without_programs() -> Iterator[None]:
-    """Makes nodes run their ops one by one, where observers see them: a program that earlier steps recorded would run
-    in their place."""
+    """Makes nodes run their ops one by one, so that observers see them. A node would otherwise run a program that an
+    earlier step recorded."""
     Programs.run = _run_ops  # type: ignore[method-assign]
     try:
         yield

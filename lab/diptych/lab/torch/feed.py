@@ -1,4 +1,4 @@
-"""Forward passes of a torch model in which outputs and inputs of modules are seen and replaced, for a bisection."""
+"""Forward passes of a torch model in which outputs and inputs of modules are recorded and replaced, for a bisection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BUDGET = 2**61  # bytes: all values are whole
 
 
 class Feeder:
-    """See `diptych.lab.bisect.forward.Feeder`. Compiled parts of the model run eagerly."""
+    """A feeder of a torch model; see `diptych.lab.bisect.forward.Feeder`. Compiled parts of the model run eagerly."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model, self._device = model.to(device), torch.device(device)
@@ -40,7 +40,7 @@ class Feeder:
             capture(self._model, out=folder, values="full", budget=_BUDGET) as recording,
             _unseen(self._model) as unseen,
         ):
-            self._run(inputs)  # with gradients, by which a trace knows from what each tensor is computed
+            self._run(inputs)  # with gradients: autograd's graph shows which tensors each one is computed from
             recording.step()
         return list(unseen)
 
@@ -55,10 +55,10 @@ class Feeder:
 
     @contextlib.contextmanager
     def _repeatable(self) -> Iterator[None]:
-        """All passes compute by the same code, from the same states and random numbers, and leave these as they are.
+        """Makes all passes run the same code from the same states and random numbers, and restores these at the end.
 
-        The fast path of torch's transformer layers calls no modules, and pads by nested tensors, which cannot be
-        recorded.
+        The fast path of torch's transformer layers is disabled: it calls no modules, and pads with nested tensors,
+        which cannot be recorded.
         """
         devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -80,7 +80,7 @@ class Feeder:
 
 @contextlib.contextmanager
 def _unseen(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Yields the outputs of modules that run in this context and that traces cannot hold, with their dtypes."""
+    """Yields a dict whose keys are the module outputs in this context that traces cannot hold, with their dtypes."""
     found: dict[str, None] = {}
 
     def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -100,7 +100,7 @@ def _unseen(model: nn.Module) -> Iterator[dict[str, None]]:
 
 @dataclasses.dataclass
 class _Seen:
-    """An operand or result of one of torch's functions, as `Functions` completes it."""
+    """An operand or result of a torch function. `Functions` sets its `inputs` and `operation`."""
 
     kind: Kind
     plain: Site
@@ -125,13 +125,13 @@ class _Pass:
         self._numbers = rules.Calls()
         self._count: collections.Counter[str] = collections.Counter()
         self._open: list[int] = []  # positions of calls
-        self._stack: list[str] = []  # paths of modules, if operations are seen
+        self._stack: list[str] = []  # paths of running modules, if operations are recorded
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for path, module in model.named_modules():
-                if hasattr(module, COMPILED):  # the wrapper of torch.compile: what it wraps has the same name
+                if hasattr(module, COMPILED):  # torch.compile's wrapper has the name of the module inside of it
                     continue
                 path, begins = plain(path), plain(path) in self._inside
                 if self._ops is not None:
@@ -150,7 +150,7 @@ class _Pass:
         self._stack.append(path)
 
     def _module(self) -> str | None:
-        """Returns the name of the module that runs if its operations are wanted."""
+        """Returns the name of the running module, None if its operations are not wanted."""
         here = self._ops is not None and self._stack and within(self._stack[-1], self._ops)
         return rules.named(self._stack[-1]) if here else None
 
@@ -172,7 +172,7 @@ class _Pass:
         made: _Made = {}
 
         def given(value: Any, place: str) -> tuple[Any, Any]:
-            """Returns an argument, perhaps replaced, and what it is, with slots."""
+            """Returns an argument with replaced tensors, and its description with slots."""
             key = lambda place: f"operand:{rules.printable(name + place)}"  # noqa: E731
             slot = lambda x, place: Slot(key(place), array=first.setdefault(id(x), key(place)))  # noqa: E731
             slots = _described(value, slot, place)  # before `mapped` writes to it
@@ -207,8 +207,8 @@ class _Pass:
         return output
 
     def _see(self, key: str, x: torch.Tensor, made: _Made | None = None) -> torch.Tensor:
-        """Notes a tensor's values. Returns what the model gets in its place: the tensor itself if it has the values
-        that it is to have. `made`: what was put in place of others of the same arguments or outputs."""
+        """Records a tensor's values. Returns the tensor that the model gets in its place, which is `x` itself if the
+        values are equal. `made`: the replacements among the same arguments or outputs so far."""
         if (dtype := _recorded(x)) is None:
             return x
         self.values[key] = Tensor.of(statistics.to_numpy(taps.local(x)).copy(), dtype)
@@ -227,12 +227,13 @@ class _Pass:
 
 
 _Made = dict[tuple[int, bytes], torch.Tensor]
-"""The tensors of a call that were replaced: the replacement by the id of the tensor and the bits that it gets. So one
-tensor at several places is replaced by one tensor, since a module may test whether its arguments are the same."""
+"""The replacements in a call, by the id of the replaced tensor and the new bits. One tensor at several places is thus
+replaced by one tensor, since a module may test whether its arguments are identical."""
 
 
 def _described(value: Any, slot: Callable[[torch.Tensor, str], Slot], place: str) -> Any:
-    """Returns a structure of slots in place of one of tensors, which stays as it is. Places are those of `mapped`."""
+    """Returns a copy of a structure with slots in place of tensors. The structure is not modified. For places see
+    `mapped`."""
     if isinstance(value, torch.Tensor):
         return slot(value, place)
     found = parts(value, place)
@@ -247,10 +248,10 @@ def _described(value: Any, slot: Callable[[torch.Tensor, str], Slot], place: str
     described = [_described(x, slot, p) for x, p in zip(children, places, strict=True)]
     try:
         return tree_unflatten(described, spec)
-    except Exception:  # of classes such as PackedSequence, whose constructors use the tensors that they get
+    except Exception:  # constructors of classes such as PackedSequence use their tensors, and fail with slots
         return Unwritable(type(value).__name__, described)
 
 
 def _recorded(x: torch.Tensor) -> str | None:
-    """Returns the name of a tensor's dtype in traces, None for a tensor that is not recorded."""
+    """Returns the name of a tensor's dtype in traces, None if traces cannot hold the tensor."""
     return statistics.dtype_name(x.dtype) if x.layout is torch.strided else None

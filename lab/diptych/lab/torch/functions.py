@@ -1,7 +1,7 @@
-"""Torch's functions that a model calls, as operations of `diptych.lab.replay.table`.
+"""Records the torch functions that a model calls, as operations of `diptych.lab.replay.table`.
 
-A mode sees each call of a function or method of torch in eager code, and not what that function calls. `_KNOWN` says
-which row a call is and what its operands and options are. A call that the table cannot express is not recorded.
+A function mode receives each call of a torch function or method in eager code, but not the calls inside of it. `_KNOWN`
+maps a function to its description as a row of the table. A call that the table cannot express is not recorded.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from diptych.torch.private.functorch import is_wrapped
 _ROTARY = "apply_rotary_pos_emb"
 _PRODUCTS = ("linear", "matmul", "conv")
 _WRITING = (Tensor.add_, Tensor.mul_, Tensor.multiply_, F.silu)
-"""Functions that write, or may write, to an operand."""
+"""Functions that may write to an operand."""
 _Described = tuple[str, dict[str, Any], dict[str, Any]]
-"""A row, its operands, of which optional ones may be None, and its options without `dtype`."""
+"""(row, operands, options): optional operands may be None, and `dtype` is not among the options."""
 
 
 class Functions(TorchFunctionMode):
-    """While it is entered, calls of torch's functions are recorded.
+    """A function mode that records calls of torch functions while it is active.
 
-    **Arguments:** `path`: returns the name of the module that runs, None where nothing is to be recorded. `see`:
-    records the tensors of one call by (kind of site, module, row, tensors by name), and returns those recorded.
+    **Arguments:** `path`: returns the name of the running module, None if nothing is to be recorded. `see`: records the
+    tensors of one call, given (kind of site, module, row, tensors by name), and returns those that it recorded.
     """
 
     def __init__(self, path: Callable[[], str | None], see: Callable[..., list[Any]]) -> None:
         self.path, self._see = path, see
-        self._inside = False  # of a function that is recorded as a whole
+        self._inside = False  # whether a function that is recorded as a whole is running
         self._forms: dict[Any, bool | None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class Functions(TorchFunctionMode):
         operands = {k: t for k, t in operands.items() if t is not None}
         if func in _WRITING:
             if len(operands) == 2 and torch.result_type(*operands.values()) != operands["a"].dtype:
-                return func(*args, **kwargs)  # it rounds once more
+                return func(*args, **kwargs)  # the result is rounded once more, to the operand's dtype
             seen = self._see("operand", path, row, operands)
             out = func(*args, **kwargs)
         else:
@@ -86,11 +86,11 @@ class Functions(TorchFunctionMode):
     ) -> None:
         for result in self._see("result", path, row, {"out": out}):
             result.inputs = tuple([operand.key for operand in seen])
-            if len(seen) == operands:  # a pattern of sites may leave some out
+            if len(seen) == operands:  # a pattern of sites may exclude operands
                 result.operation = rules.operation(row, options)
 
     def rotate(self, real: Callable[..., Any], given: inspect.BoundArguments) -> Any:
-        """Runs a function that applies rotary embeddings, and records it as a whole if it is the table's."""
+        """Runs a function that applies rotary embeddings, and records it as a whole if it is the table's operation."""
         path, named = self.path(), given.arguments
         tensors = [named[k] for k in ("q", "k", "cos", "sin")]
         rest = {k: v for k, v in named.items() if not isinstance(v, Tensor)}
@@ -116,15 +116,16 @@ class Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def recorded(modules: Iterable[nn.Module], mode: Functions) -> Iterator[None]:
-    """Lets a mode see what modules call, and functions for rotary embeddings in these modules' files."""
+    """Returns a context in which a mode records the functions that modules call, and the functions for rotary
+    embeddings in the files of these modules."""
     files = {sys.modules.get(type(m).__module__) for m in modules}
     with contextlib.ExitStack() as stack:
         for file in files:
             if file is not None and _is_rotary(vars(file).get(_ROTARY)):
                 stack.enter_context(_wrapped(file, mode))
-        default = default_device_mode()  # torch wants it at the bottom
+        default = default_device_mode()  # torch requires it at the bottom
         first = [m for m in function_modes() if m is default]
-        # Below others, which may be left before it, in any step.
+        # The mode goes below all others, which may be left before it, in any step.
         _restack([*first, mode, *[m for m in function_modes() if m is not default]])
         stack.callback(lambda: _restack([m for m in function_modes() if m is not mode]))
         yield
@@ -138,7 +139,8 @@ def _restack(modes: list[TorchFunctionMode]) -> None:
 
 
 def _opened(func: Any) -> Callable[..., Any]:
-    """Returns a Python function of torch as one that does not ask for modes, so that they see what it calls."""
+    """Returns a copy of one of torch's Python functions that does not dispatch to modes itself, so that modes receive
+    the calls inside of it."""
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     known = func.__globals__ | dict.fromkeys(asks, lambda *_: False)
     made = types.FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
@@ -147,7 +149,7 @@ def _opened(func: Any) -> Callable[..., Any]:
 
 
 def _plain(t: Any) -> bool:
-    """Whether a trace can hold a tensor as it is."""
+    """Returns whether a trace can hold a tensor without conversion."""
     return (
         type(t) in (Tensor, nn.Parameter)
         and t.layout is torch.strided
@@ -157,7 +159,7 @@ def _plain(t: Any) -> bool:
 
 
 def _as_computed(row: str, operands: dict[str, Tensor], out: Tensor) -> dict[str, Tensor]:
-    """Returns the operands in the dtype in which autocast, or the function itself, computed."""
+    """Returns the operands in the dtype in which the function computed, which autocast or the function itself chose."""
     if row in ("add", "mul"):
         return operands
     numbers = {k: t.detach() for k, t in operands.items() if k not in ("ids", "targets")}
@@ -171,7 +173,7 @@ def _as_computed(row: str, operands: dict[str, Tensor], out: Tensor) -> dict[str
 
 
 _WRAPPED: dict[types.ModuleType, tuple[Callable[..., Any], list[Functions]]] = {}
-"""Modules whose function has a wrapper now: the function, and the modes that record it."""
+"""Modules whose function has a wrapper at present, each with the function and the modes that record it."""
 
 
 def _is_rotary(function: Any) -> bool:
@@ -212,15 +214,15 @@ def _wrapper(real: Callable[..., Any], modes: list[Functions]) -> Callable[..., 
 
 
 def _broadcast(named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin with the axis that the function gives them."""
+    """Returns cos and sin with the axis that the function adds to them."""
     cos, sin, axis = named["cos"].detach(), named["sin"].detach(), named.get("unsqueeze_dim")
     return (cos, sin) if axis is None else (cos.unsqueeze(axis), sin.unsqueeze(axis))
 
 
 @torch.no_grad()
 def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
-    """Returns whether a function pairs neighbors, by what it does to small tensors of the same dtypes and ranks on the
-    CPU; None if it is not the table's operation."""
+    """Returns whether a function rotates pairs of neighbors (`interleaved`), judged by its results for small tensors of
+    the same dtypes and ranks on the CPU; None if it is not the table's operation."""
     if len({named[name].shape[-1] for name in ("q", "k", "cos", "sin")}) > 1:
         return None  # it rotates a part of each head
     small = dict(named)
@@ -243,15 +245,15 @@ def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
     return None
 
 
-# --- which row a call is ---
+# --- descriptions of calls as rows of the table ---
 
 
 _KNOWN: dict[Any, Callable[[Any, Any], _Described | None]] = {}
 
 
 def _describes(*functions: Any) -> Callable[[Any], Any]:
-    """Registers what describes calls of functions. It has their arguments' names; calls with other arguments, or
-    without tensors where it has `Tensor`, are not known."""
+    """Registers the description of calls of some functions. The description has the functions' argument names. Calls
+    with other arguments, or without tensors for parameters annotated as `Tensor`, are not recorded."""
 
     def register(describe: Callable[..., _Described | None]) -> Callable[..., _Described | None]:
         signature = inspect.signature(describe)
@@ -262,7 +264,7 @@ def _describes(*functions: Any) -> Callable[[Any], Any]:
                 given = signature.bind(*args, **kwargs)
                 known = all(isinstance(given.arguments[name], Tensor) for name in tensors)
                 return describe(*given.args, **given.kwargs) if known else None
-            except (TypeError, ValueError):  # no arguments of the function: torch says what is wrong with them
+            except (TypeError, ValueError):  # the arguments are invalid; torch raises the error
                 return None
 
         _KNOWN.update(dict.fromkeys(functions, bound))
@@ -309,8 +311,8 @@ def _einsum(equation: Any, *operands: Any) -> _Described | None:
 
 
 def _product(equation: str, a: Tensor, b: Tensor) -> _Described | None:
-    """Describes a product of two tensors, with their axes in the order in which they lie in memory, since the order in
-    which a product adds up may depend on it."""
+    """Describes a product of two tensors with their axes in memory order, which may determine the order of
+    summation."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if len(terms) != 2:
@@ -430,7 +432,7 @@ def _layer_norm(
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> _Described | None:
     if eps is None and not input.is_floating_point():
         return None
-    if eps is None:  # that of the dtype in which it computes
+    if eps is None:  # torch takes the eps of the dtype in which it computes
         eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
     return "rms_norm", {"x": input, "weight": weight}, {"axes": _length(normalized_shape), "eps": float(eps)}
 
@@ -456,7 +458,8 @@ def _mul(input: Tensor, other: Tensor) -> _Described | None:
 
 
 def _elementwise(row: str, a: Tensor, b: Tensor) -> _Described | None:
-    """None if the result's dtype depends on numbers of axes: other frameworks promote by dtypes alone."""
+    """Describes an elementwise operation. Returns None if the result's dtype depends on the number of axes, since other
+    frameworks promote by dtypes alone."""
     return (row, {"a": a, "b": b}, {}) if torch.result_type(a, b) == torch.promote_types(a.dtype, b.dtype) else None
 
 

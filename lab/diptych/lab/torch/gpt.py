@@ -1,6 +1,6 @@
 """The demo model as a torch user writes it: a byte-level GPT, an `nn.Module` with `diptych.torch.Linear` in its blocks.
 
-Embedding and head stay in high precision, as is usual. `diptych/jax/gpt.py` is the same model in JAX.
+Embedding and head stay in high precision, as is usual. `diptych/lab/jax/gpt.py` is the same model in JAX.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diptych.torch.state.autocast import autocast
 
 
 class Projection(Linear):
-    """A linear of a block, computed in `compute_dtype` between activations of another."""
+    """A linear layer of a block that computes in `compute_dtype`; its input and output may have another dtype."""
 
     def __init__(self, in_features: int, out_features: int, compute_dtype: torch.dtype) -> None:
         super().__init__(in_features, out_features)
@@ -26,7 +26,7 @@ class Projection(Linear):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block. Identities give names to activations that no module computes."""
+    """One pre-norm transformer block. Identity modules name activations that no other module outputs."""
 
     def __init__(self, width: int, heads: int, linear_dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.down = Projection(4 * width, width, linear_dtype)
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Causal attention of [B, T, 3 D], [B, T, D]."""
+        """Returns causal attention [B, T, D] for qkv [B, T, 3 D]."""
         q, k, _ = split_heads(qkv, self.heads)
         probabilities = self.softmax(self.scores(attention_scores(q, k)))
         return self.attention(attention_values(probabilities, qkv, self.heads))
@@ -55,8 +55,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits [B, T, vocab] of tokens [B, T]. The blocks' linears compute in `linear_dtype`, but for the last
-    `high_blocks` blocks, which are not quantized; all else computes in float32."""
+    """A model from tokens [B, T] to logits [B, T, vocab]. The blocks' linear layers compute in `linear_dtype`; those of
+    the last `high_blocks` blocks, which are not quantized, and all other layers compute in float32."""
 
     def __init__(
         self,
@@ -90,18 +90,18 @@ class GPT(nn.Module):
 
 
 def split_heads(qkv: Tensor, heads: int) -> Tensor:
-    """[B, T, 3 D] -> [3, B, H, T, D / H]."""
+    """Returns q, k and v as [3, B, H, T, D / H] from qkv [B, T, 3 D]."""
     batch, seq, width = qkv.shape
     return qkv.reshape(batch, seq, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
 
 
 def attention_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled and causally masked q @ k.T, [B, H, T, T]."""
+    """Returns q @ k.T, scaled and causally masked, [B, H, T, T]."""
     scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
     causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores.masked_fill(~causal, -math.inf)
 
 
 def attention_values(probabilities: Tensor, qkv: Tensor, heads: int) -> Tensor:
-    """probabilities @ v with the heads side by side, [B, T, D]."""
+    """Returns probabilities @ v with the heads side by side, [B, T, D]."""
     return (probabilities @ split_heads(qkv, heads)[2]).transpose(1, 2).flatten(2)

@@ -1,7 +1,6 @@
-"""diptych's operations in the lab's table: what a recorded call computed, and its computation on given operands.
+"""diptych's operations as rows of the lab's table: descriptions of recorded calls, and their replay on given operands.
 
-The names of operands, options and results are those of the table, which the ops of torch spell differently here and
-there.
+Operands, options and results have the table's names, which sometimes differ from those of torch's ops.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from diptych.torch.private.dispatch import without_function_modes
 from diptych.torch.state import update
 
 UNRECORDED = {"hash", "statistics", "rounding_errors", "rng_take", "empty", "log_amax"}
-"""Ops that are no part of what a step computes."""
+"""Ops that compute no tensor of the model."""
 _ROWS = {
     "quantize_delayed": "quantize",
     "quantize_again": "quantize",
@@ -51,16 +50,16 @@ _ROWS = {
 _SOURCES: dict[str, int] = _core.fused_table()["source"]
 
 
-# --- what is recorded of calls ---------------------------------------------------------------------------------------
+# --- recording -------------------------------------------------------------------------------------------------------
 
 
 class Observer:
-    """An observer of `register`, which records calls.
+    """An observer of `register` that records calls of diptych's ops.
 
-    **Arguments:** `where`: returns the name of the module that calls and the call's ticket, None where nothing is to be
-    recorded. `see`: records the tensors of one call by (kind of site, module, row, tensors by name, ticket), and
-    returns those recorded. `warn`: gets what cannot be recorded. `measure`: whether payloads are compared with what was
-    quantized.
+    **Arguments:** `where`: returns the name of the calling module and the call's ticket, None if nothing is to be
+    recorded. `see`: records the tensors of one call, given (kind of site, module, row, tensors by name, ticket), and
+    returns those that it recorded. `warn`: receives a message about each call that cannot be recorded. `measure`:
+    whether payloads are compared with their originals.
     """
 
     def __init__(
@@ -87,7 +86,8 @@ class Observer:
         return out
 
     def _observed_too(self, name: str, arguments: list[str], real: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what runs an op for the observer before this one, of another capture, or the op if there is none."""
+        """Returns the function that runs an op for the preceding observer, of another capture, or the op if there is
+        none."""
         at = register.OBSERVERS.index(self)
         if not at:
             return real
@@ -107,7 +107,7 @@ class Observer:
         return seen
 
     def _update_scales(self, place: tuple[str, int], given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Records the updates of a graph as calls of `scale_update`. The graph collects amaxes in a log before, and the
+        """Records the updates in a graph as calls of `scale_update`. The graph first collects amaxes in a log, and the
         device decides whether it updates at all."""
         with torch.no_grad():
             histories, scales = ([t.clone() for t in given[name]] for name in ("histories", "scales"))
@@ -140,7 +140,7 @@ class Observer:
 
 
 class Call(NamedTuple):
-    """A call as a row of the table. `options`: None if it cannot be computed again."""
+    """A call as a row of the table. `options`: the row's options, None if the call cannot be computed again."""
 
     row: str
     options: dict[str, Any] | None
@@ -148,7 +148,8 @@ class Call(NamedTuple):
 
 
 def described(op: str, given: dict[str, Any]) -> Call:
-    """Describes a call. `op`: its name in torch. `given`: its arguments by name. Nothing is copied."""
+    """Returns the description of a call, without copies. `op`: the op's name in torch. `given`: its arguments by
+    name."""
     row = _ROWS.get(op, op)
     several = {f"{k}[{i}]": t for k, v in given.items() if isinstance(v, (list, tuple)) for i, t in enumerate(v)}
     operands = {k: t for k, t in {**given, **several}.items() if isinstance(t, Tensor)}
@@ -159,7 +160,7 @@ def described(op: str, given: dict[str, Any]) -> Call:
 
 
 def results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
-    """Returns a call's results by name. `out`: what it returned."""
+    """Returns a call's results by name. `out`: the returned value."""
     found = list(out) if isinstance(out, (tuple, list)) else [out]
     if op.endswith("gemm_into"):
         return {"d": given["acc"]}
@@ -173,9 +174,9 @@ def results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def errors(call: Call, made: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what `statistics.errors` finds of each payload that a call of quantize made, by name. `made`: the call's
-    results."""
-    register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))  # none of the model's ops
+    """Returns the result of `statistics.errors` for each payload that a call of quantize made, by name. `made`: the
+    call's results."""
+    register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))  # the lab's own ops
     try:
         with without_function_modes():
             copies = list(_copies(call, made))
@@ -185,8 +186,8 @@ def errors(call: Call, made: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copies(call: Call, made: dict[str, Tensor]) -> Iterator[tuple[str, Copy]]:
-    """Yields copies with the names of their payloads. None of a source, whose values were never stored, and none that
-    was transformed before."""
+    """Yields the copies that a call made, with the names of their payloads. It yields none for a source, whose values
+    were never stored, and no copy that was transformed before it was quantized."""
     if call.row != "quantize" or call.options is None or call.options["source"] is not None:
         return
     quantizer: Quantizer = call.options["quantizer"]
@@ -200,7 +201,7 @@ def _copies(call: Call, made: dict[str, Tensor]) -> Iterator[tuple[str, Copy]]:
 def _quantized(op: str, given: dict[str, Any], found: list[Tensor]) -> dict[str, Tensor]:
     quantizer = given["quantizer"]
     names = [*quantizer.buffer_names(), "column_sum"]
-    if op.endswith("_delayed"):  # both copies, empty if they are not made, and the sum
+    if op.endswith("_delayed"):  # `found` has both copies, empty if they are not made, and the column sum
         made = (*[quantizer.rowwise] * 2, *[quantizer.columnwise] * 2, given.get("sum_dtype") is not None)
         found = [t for t, there in zip(found, made, strict=False) if there]
         found.insert(len(names) - 2, given["history"][:1])
@@ -214,7 +215,7 @@ def _options(row: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translated(row: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that torch's op does not have, or has by another name or number."""
+    """Returns the options that torch's op lacks, or has under another name or number."""
     if row == "quantize":
         total = given.get("sum_dtype")
         return {"source": _source(given), "column_sum": "" if total is None else dtype_name(total)}
@@ -253,11 +254,11 @@ def _name(ids: dict[str, int], number: int) -> str:
 
 
 def replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Computes an operation on these operands. Returns all of its results, by name.
+    """Computes an operation on these operands. Returns all of its results by name.
 
-    An op that writes to operands writes to these. **Raises** ReplayError for operands or results that are not those of
-    the operation, the errors of the operation for operands that do not fit, and NotImplementedError for a product that
-    torch's ops do not have.
+    An op that writes to operands writes to these. **Raises** ReplayError if operands are missing or a recorded result
+    is not computed, the operation's own errors if the operands do not fit, and NotImplementedError for a product that
+    torch's ops do not support.
     """
     return require_results(op, _REPLAYS[op.kind](op.options, Operands(x)))
 

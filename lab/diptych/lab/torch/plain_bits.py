@@ -1,7 +1,7 @@
-"""Whether taps leave a step's bits as they are: a step runs twice, and what it changed is set back each time.
+"""Checks whether taps change a step's bits: a step runs twice, and all its changes are undone each time.
 
-A step changes more than values: it replaces tensors, and diptych's modules make their states in the first one. So the
-attributes of modules and parameters are set back, with the contents of the containers and tensors in them.
+A step does more than write values: it replaces tensors, and diptych's modules create their states in the first step. So
+the attributes of modules and parameters are restored, and the contents of the containers and tensors in them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONTAINERS = (*structures.WRITABLE, set)
 
 
 def bits(model: nn.Module, run: Callable[[], Any]) -> dict[str, bytes]:
-    """Returns the bits of a step's loss, and of the gradients and buffers that it leaves. The model is as before then.
+    """Returns the bits of a step's loss, gradients and buffers, and restores the model.
 
     **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None.
     """
@@ -40,9 +40,10 @@ def bits(model: nn.Module, run: Callable[[], Any]) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def set_back(model: nn.Module) -> Iterator[None]:
-    """Sets back what is done to modules' and parameters' attributes, and the gradients; parameters' values stay.
+    """Restores the attributes of modules and parameters, and gradients, at the end of the context; values of parameters
+    are not restored.
 
-    **Raises** RuntimeError if a parameter's values have changed.
+    **Raises** RuntimeError if the values of a parameter have changed.
     """
     before: dict[int, tuple[Any, Any]] = {}
     for held in (*model.modules(), *model.parameters()):
@@ -50,11 +51,11 @@ def set_back(model: nn.Module) -> Iterator[None]:
     grads = [(p, p.grad) for p in model.parameters()]
     known = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_inference()}
     versions = {n: p._version for n, p in known.items()}
-    steps = {device: step.item() for device, step in STATE.steps.items()}  # delayed scales keep copies of them
+    steps = {device: step.item() for device, step in STATE.steps.items()}  # delayed scales compare copies of these
     try:
         yield
     finally:
-        with torch.inference_mode():  # which may write to tensors that were made in it
+        with torch.inference_mode():  # inference mode may also write to tensors that were made in it
             for device, step in STATE.steps.items():
                 step.fill_(steps.get(device, 0))
             for held, kept in before.values():
@@ -67,14 +68,14 @@ def set_back(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(held: Any) -> dict[str, Any]:
-    """Returns where a step may leave something. Of torch's own modules these are the buffers: other attributes, such as
-    those of DistributedDataParallel, go with what they do not hold."""
+    """Returns the attributes in which a step may leave something. For torch's own modules these are the buffers alone,
+    since other attributes, such as those of DistributedDataParallel, depend on objects outside of the module."""
     own = type(held).__module__.startswith("torch.") and type(held) is not nn.Parameter
     return getattr(held, "_buffers", {}) if own else vars(held)
 
 
 def _note(held: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    """Notes what a tensor or container has, and what containers in it have."""
+    """Notes the contents of a tensor or container, and those of the containers in it."""
     if id(held) in found:
         return
     if type(held) in _CONTAINERS:

@@ -1,4 +1,4 @@
-"""The tensors of a step as sites: how calls are numbered, and from which others each of them is computed."""
+"""The tensors of a step as sites: the numbering of calls, and the inputs from which each tensor is computed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from diptych.lab.traces.schema import Kind, Operation
 
 @dataclasses.dataclass(eq=False)
 class Seen:
-    """A tensor of the present step, as far as the device has it.
+    """A recorded tensor of the present step. Its hash, statistics and values may still be on the device.
 
-    `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
-    `operands`: of a result, those of its operation, which stand for `inputs`. `operation`: if it can be computed again.
-    `ticket`: of operands and results, that of the call. `happens`: whether it is computed, if the device decides.
-    `errors`: of a quantized payload, see `statistics`.
+    `origin`: the tickets and parameters that it is computed from, None if they are unknown. `inputs`: the keys of its
+    inputs, if these are known instead. `operands`: the operands of a result's operation, whose keys replace `inputs`.
+    `operation`: the result's operation, if it can be computed again. `ticket`: the ticket of an operand's or result's
+    call. `happens`: whether it is computed at all, if the device decides. `errors`: a quantized payload's errors, see
+    `statistics`.
     """
 
     kind: Kind
@@ -59,7 +60,7 @@ def _site(name: str, kind: Kind, call: int, shape: Any, dtype: str, inputs: Any,
 
 
 def number_calls(every: Iterable[Seen]) -> None:
-    """Numbers calls of operations by their tickets: compiled code may run a module's calls in another order."""
+    """Numbers the calls of operations by their tickets, since compiled code may run a module's calls in any order."""
     by_name: dict[Any, list[Seen]] = collections.defaultdict(list)
     for seen in every:
         if seen.ticket != -1:
@@ -70,14 +71,14 @@ def number_calls(every: Iterable[Seen]) -> None:
 
 
 def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
-    """Finds the calls that gradients of recomputed activations belong to: those with the same bits. Of several backward
-    passes through a call the last one's gradient stays.
+    """Matches gradients of recomputed activations with calls: those whose activations have the same bits. After several
+    backward passes through a call, the last pass's gradient is kept.
 
-    **Arguments:** `again`: recomputed activations, by ticket. `seen`: the others by ticket, and gradients by
-    ("gradient", ticket). **Raises** UnsupportedError if no call has the bits.
+    **Arguments:** `again`: recomputed activations by ticket. `seen`: other activations by ticket, and gradients by
+    ("gradient", ticket). **Raises** UnsupportedError if no call has the same bits.
     """
     kept = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
-    found: dict[int, int] = {}  # of each call's ticket, that of its recomputation
+    found: dict[int, int] = {}  # the recomputation's ticket by the call's ticket
     for ticket in [t for t in again if ("gradient", t) in seen]:
         name = again[ticket].name
         calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in kept]
@@ -85,16 +86,17 @@ def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
             calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
         if not calls:
             raise UnsupportedError(f"capture: gradients of {name} match no call: it was recomputed with other bits")
-        for call in calls if all(call in found for call in calls) else ():  # of a backward pass before this one
+        for call in calls if all(call in found for call in calls) else ():  # an earlier backward pass matched them
             del seen["gradient", found.pop(call)]
         call = [call for call in calls if call not in found][-1]  # recomputation runs from the last to the first
         found[call], seen["gradient", ticket].call = ticket, seen[call].call
 
 
 def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:
-    """Fills in the keys of each site's inputs, where autograd knows them.
+    """Sets the keys of each site's inputs, as far as autograd knows them.
 
-    **Arguments:** `every`: in the order of computation. `by_ticket`: outputs of modules. `names`: of parameters, by id.
+    **Arguments:** `every`: all sites in the order of computation. `by_ticket`: outputs of modules. `names`: the names
+    of parameters by id.
     """
     parameters = {s.name: s for s in every if s.kind == "parameter"}
     consumers: dict[str, list[Seen]] = collections.defaultdict(list)
@@ -118,7 +120,8 @@ def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int
 
 
 def _inputs_of_gradient(of: Seen, consumers: dict[str, list[Seen]], before: set[str]) -> tuple[str, ...]:
-    """A gradient is computed from those of the sites that its tensor enters, and from what these are made of."""
+    """Returns the keys of a gradient's inputs: the gradients of the sites that are computed from its tensor, the other
+    inputs of these sites, and the tensor itself, as far as they are recorded before."""
     keys: dict[str, None] = {}
     for consumer in consumers[of.key]:
         keys[dataclasses.replace(consumer, kind="activation_grad").key] = None

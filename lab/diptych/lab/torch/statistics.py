@@ -1,4 +1,4 @@
-"""What the device computes of a recorded tensor: statistics, hash and a sample. The host never waits here."""
+"""Statistics, hashes and samples of recorded tensors, computed on their device. The host waits only where stated."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def dtype_name(dtype: torch.dtype) -> str | None:
 
 
 def statistics(row: list[float], site: Site, errors: list[float] | None) -> Statistics:
-    """Returns the statistics from what the core's op and, of a payload, `errors` computed."""
+    """Returns the statistics of a site. `row`: the result of the core's op. `errors`: those of a payload, see
+    `errors`."""
     found = None if errors is None else rules.quantization(errors, rules.elements(site))
     return rules.statistics(row, site.size, found)
 
 
 def errors(x: Tensor, copies: Iterable[tuple[str, Copy]]) -> dict[str, Tensor]:
-    """Returns what `rules.quantization` takes, of a tensor and each named copy of it, float64 [16] on x's device."""
+    """Returns the errors of each named copy of x as `rules.quantization` takes them, float64 [16] on x's device."""
     before, found = statistics_ops.statistics(x), {}
     for name, (data, scale_inv, amax, form, columnwise) in copies:
         element, top = FORMATS[form].element, rules.largest_byte(FORMATS[form].element)
@@ -48,7 +49,7 @@ def _positions(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def sample(x: Tensor, count: int) -> Tensor:
-    """Returns the elements of a flat x at `places(x.numel(), count)`, [count]."""
+    """Returns the elements of the flattened x at `places(x.numel(), count)`, [count]."""
     return _bytewise(x).reshape(-1)[_positions(x.numel(), count, x.device)].view(x.dtype)
 
 
@@ -60,31 +61,31 @@ _UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bytewise(x: Tensor) -> Tensor:
-    """The bits as integers, which every device can index."""
+    """Returns the bits as integers, which every device can index."""
     return x.contiguous().view(_UNSIGNED[x.element_size()])
 
 
 def to_numpy(x: Tensor):  # type: ignore[no-untyped-def]
-    """Returns the bits of a tensor as unsigned integers, in its shape; the host waits for them."""
+    """Returns the bits of a tensor as unsigned integers in its shape. The host waits for them."""
     bits = _bytewise(x).cpu().numpy()
     return bits.view(f"u{x.element_size()}")
 
 
 def bits(x: Tensor) -> bytes:
-    """The bits of a tensor of any dtype and layout; the host waits for them."""
+    """Returns the bits of a tensor of any dtype and layout. The host waits for them."""
     if x.layout is not torch.strided:
         x = x.to_dense()
     return to_numpy(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).tobytes()
 
 
 def synchronize(tensors: list[Tensor]) -> None:
-    """Waits for all work on the tensors' devices: hooks of a backward pass may run on other streams."""
+    """Waits for all work on the tensors' devices, since hooks of a backward pass may run on other streams."""
     for device in {t.device for t in tensors if t.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def moved(tensors: list[Any]) -> list[np.ndarray]:
-    """Returns equally shaped tensors in the host's memory, by one transfer from each device."""
+    """Returns equally shaped tensors as arrays of the host, with one transfer from each device."""
     found: list[Any] = [None] * len(tensors)
     for device in {t.device for t in tensors}:
         places = [i for i, t in enumerate(tensors) if t.device == device]
@@ -95,6 +96,6 @@ def moved(tensors: list[Any]) -> list[np.ndarray]:
 
 
 def moved_field(records: Iterable[Any], field: str) -> dict[int, np.ndarray]:
-    """Returns by a record's id what `moved` does of a field, for those records that have it: the others have None."""
+    """Returns a field of records as arrays of the host, by the records' ids, without records whose field is None."""
     have = [r for r in records if getattr(r, field) is not None]
     return dict(zip(map(id, have), moved([getattr(r, field) for r in have]), strict=True))

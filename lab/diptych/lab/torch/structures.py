@@ -1,7 +1,8 @@
-"""Structures of tensors that modules return, and how taps replace the tensors in them.
+"""Structures of tensors that modules return, and the replacement of the tensors in them by taps.
 
-A caller may know a structure by its identity: one that the module keeps and changes later. So a structure stays the
-object that it is, and taps write to the lists, dicts and dataclasses in it, unless that would be seen after the step.
+A caller may know a structure by its identity, for example one that the module keeps and changes later. So a structure
+remains the same object, and taps write to the lists, dicts and dataclasses in it, unless the change would be visible
+after the step.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ WRITABLE = (list, dict, collections.OrderedDict, collections.defaultdict, collec
 
 
 def parts(value: Any, place: str) -> tuple[list[Any], Any, list[str], Any] | None:
-    """Returns what a structure that torch's pytree knows holds directly: children, the pytree's own description, the
-    children's places and their keys; None for anything else."""
+    """Returns the direct contents of a structure that torch's pytree knows: children, the pytree's spec, the children's
+    places and their keys; None for any other object."""
     children, spec = tree_flatten(value, is_leaf=lambda v: v is not value)
     if len(children) == 1 and children[0] is value:
         return None
@@ -45,17 +46,18 @@ def parts(value: Any, place: str) -> tuple[list[Any], Any, list[str], Any] | Non
 
 
 def mapped(value: Any, tap: Tap, skip: Skip = lambda value, place: None, place: str = "") -> Any:
-    """Replaces each tensor of a structure by `tap(tensor, place)`, such as place '[0]["name"]'. Returns the structure,
-    or another one in its place if it cannot be written to.
+    """Replaces each tensor of a structure by `tap(tensor, place)`, with places such as '[0]["name"]'. Returns the
+    structure, or a new one if it cannot be written to.
 
-    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is, after
-    `skip(value, place)`.
+    Structures are those that torch's pytree knows, and dataclasses. Any other object is passed to `skip(value, place)`
+    and left unchanged.
     """
     return _mapped(value, tap, skip, place)[0]
 
 
 def _mapped(value: Any, tap: Tap, skip: Skip, place: str) -> tuple[Any, bool]:
-    """Returns what `mapped` does, and whether it is another object. (Compilers cannot compare any two by `is`.)"""
+    """Returns the result of `mapped`, and whether it is a new object. (Compilers cannot compare all objects by
+    `is`.)"""
     if isinstance(value, Tensor):
         tapped = tap(value, place)
         return tapped, tapped is not value
@@ -95,16 +97,17 @@ def _mapped_fields(value: Any, tap: Tap, skip: Skip, place: str) -> tuple[Any, b
 
 
 def _may_write(held: list[Any]) -> bool:
-    """Whether a structure may get other tensors in place of those that it holds. It may not where these are parameters:
-    a module that keeps them in a list would have their aliases after the step. Nor in a part of a graph, which may have
-    no effect outside of it."""
+    """Returns whether the tensors in a structure may be replaced in place. They may not if they are parameters, since a
+    module that keeps them in a list would hold aliases of them after the step; nor in a subgraph, which may have no
+    effect outside of itself."""
     if torch.compiler.is_compiling() and compiled.in_part():
         return False
     return not any([isinstance(t, Tensor) and t.is_leaf and t.requires_grad for t in tree_leaves(held)])
 
 
 def may_hold_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether tensors may be in an object. Those in sets, iterators, views and slots are among what it refers to."""
+    """Returns whether an object may hold tensors. Tensors in sets, iterators, views and slots are found by the garbage
+    collector's references."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, (type, enum.Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):

@@ -1,7 +1,7 @@
-"""The framework's operations of `diptych.lab.replay.table` in plain torch.
+"""The frameworks' operations of `diptych.lab.replay.table` in plain torch.
 
-Each function stands alone, so that its source text runs in a script that begins with these imports. Its arguments are
-the row's operands, then its options by keyword.
+Each function is self-contained, so that its source text runs in a script that begins with these imports. Its arguments
+are the row's operands, followed by the row's options as keyword arguments.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Taps: a module's outputs and their gradients become visible by forward hooks, in eager and in compiled code alike.
+"""Taps: forward hooks that pass a module's outputs and their gradients to the recorder, in eager and compiled code.
 
 In compiled code the hook is traced: an identity with a gradient of its own surrounds two ops, which are nodes of the
 graph and call the recorder (`compiled.py`). In eager code the hook calls the recorder itself, and the identity is an
 alias. Invariants:
 
 - A module holds its keys, tensors, as attributes.
-- `lab_forward` returns a ticket, which names the call; `lab_backward` gets the ticket of the call that its gradient
-  belongs to.
-- Guards of compiled code do not see hooks. `compiled.effective` therefore changes a global state that they do see and
-  that has no effect of its own, so that code with taps and code without are compiled apart, and both are kept.
+- `lab_forward` returns a ticket, which identifies the call; `lab_backward` gets the ticket of the call that its
+  gradient belongs to.
+- Guards of compiled code do not see hooks. `compiled.effective` therefore changes a global flag that they do see and
+  that has no effect of its own, so that code with taps and code without are compiled separately, and both are kept.
 """
 
 from __future__ import annotations
@@ -43,54 +43,54 @@ KEY, BACKWARD_KEY, CALLER, WANTED = [f"_diptych_lab_{name}" for name in ("key", 
 
 
 class Recorder(compiled.Recorder, Protocol):
-    """What gets the tensors, and what else hooks see."""
+    """The receiver of the tensors of modules, and of the other events that hooks report."""
 
     def enter(self, key: int) -> None:
-        """A module begins in eager code."""
+        """Reports that a module begins in eager code."""
 
     def leave(self, key: int) -> None:
-        """It ended."""
+        """Reports that the module has ended."""
 
     def skip(self, key: int, kind: str, place: str, eager: bool) -> None:
-        """Part of an output is an object of this class, which may hold tensors and is not known. In compiled code this
-        is said as the code is traced."""
+        """Reports that a part of an output is an object of an unknown class, `kind`, which may hold tensors. Compiled
+        code reports it while it is traced."""
 
     def wants(self, key: int) -> bool:
-        """Whether a module's outputs are recorded."""
+        """Returns whether a module's outputs are recorded."""
         ...
 
     def owns(self, key: int, module: nn.Module) -> bool:
-        """Whether the key is that module's own; a copy of a module has the key of the original."""
+        """Returns whether the key is that module's own. A copy of a module has the key of the original."""
         ...
 
 
 class _Makers:
-    """Which module ran when autograd made a node."""
+    """The modules that ran when autograd created its nodes."""
 
     def __init__(self) -> None:
         self._first: list[int] = []  # numbers of nodes, ascending
         self._paths: list[str | None] = []
 
     def now(self, path: str | None) -> None:
-        """Says which module runs from now on, None: none."""
-        self._first.append(nodes_made())
+        """Notes the module that runs from now on, None for none."""
+        self._first.append(nodes_made())  # type: ignore[attr-defined]
         self._paths.append(path)
 
     def of_current_node(self) -> str | None:
-        """Returns the module that made the node that runs in a backward pass now."""
+        """Returns the module that ran when the current node of the backward pass was created."""
         node: Any = current_node()
         at = 0 if node is None else bisect.bisect_right(self._first, node_number(node))
         return self._paths[at - 1] if at else None
 
 
 class Modules:
-    """Which module runs in eager code, by path."""
+    """The modules that run in eager code, by path."""
 
     def __init__(self) -> None:
         self._stack: list[str] = []
-        self._makers = _Makers(), _Makers()  # of forward passes, and of what backward passes compute again
-        self._again: set[int] = set()  # tickets of outputs that were computed again
-        self._last: tuple[int, bool] | None = None  # of the last gradient: the pass, and whether it is one of `_again`
+        self._makers = _Makers(), _Makers()  # those of forward passes, and those of recomputation in backward passes
+        self._again: set[int] = set()  # tickets of recomputed outputs
+        self._last: tuple[int, bool] | None = None  # the last gradient's backward pass, and whether it is in `_again`
 
     def enter(self, path: str) -> None:
         if compiled.recomputes():
@@ -109,17 +109,17 @@ class Modules:
             self._makers[compiled.in_backward()].now(self._stack[-1] if self._stack else None)
 
     def output(self, ticket: int) -> None:
-        """An output of eager code has this ticket."""
+        """Notes that an output in eager code has this ticket."""
         if compiled.in_backward():
             self._again.add(ticket)
 
     def gradient(self, ticket: int) -> None:
-        """The gradient of the output with this ticket comes."""
+        """Notes that the gradient of the output with this ticket has been computed."""
         self._last = backward_pass(), ticket in self._again
 
     def calls(self) -> str | None:
-        """Returns the module that calls an op, in a backward pass the one that called its forward. None for ops of no
-        module, and for those that are repeated to recompute activations."""
+        """Returns the module that calls an op; in a backward pass, the module that called the op's forward. Returns
+        None for ops outside of modules, and for ops that are repeated to recompute activations."""
         if not compiled.in_backward():
             return self._stack[-1] if self._stack else None
         if self._stack or compiled.recomputes():
@@ -128,7 +128,7 @@ class Modules:
         return self._makers[again].of_current_node()
 
     def between(self) -> bool:
-        """Whether no module runs, and no gradient has come since one did."""
+        """Returns whether no module runs, and no gradient was computed since the last module ran."""
         return not self._stack and self._last is None
 
 
@@ -136,16 +136,16 @@ class Modules:
 
 
 def held(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns those of the parameters `before` that the model still has, by their names. `now`: those that it has.
+    """Returns the parameters in `before` that the model still has, by name. `now`: the model's present parameters.
 
-    DTensors count as held: `fully_shard` puts other tensors in their place while a module runs, then them back.
+    DTensors count as held: `fully_shard` replaces them while a module runs, and restores them afterwards.
     """
     return {n: p for n, p in before.items() if now.get(n) is p or hasattr(p, "to_local")}
 
 
 def added(model: nn.Module, before: set[nn.Module]) -> list[str]:
-    """Returns the names of those modules of a model that are none of `before` and can be called, without those inside
-    of others. Modules that compile another one, and diptych's states, which a step makes, cannot."""
+    """Returns the names of callable modules of a model that are not in `before`, without those inside of others.
+    Wrappers of compiled modules do not count as callable, nor do diptych's states, which a step creates."""
     found: list[str] = []
     for name, module in model.named_modules():
         runs = type(module).forward is not nn.Module.forward and not hasattr(module, COMPILED)
@@ -155,27 +155,28 @@ def added(model: nn.Module, before: set[nn.Module]) -> list[str]:
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns what this rank holds of a DTensor, other tensors as they are."""
+    """Returns the local shard of a DTensor, and any other tensor itself."""
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
 
 
 def hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Adds a hook that gets a parameter's sum of gradients, before those that are there: one may be an optimizer, which
-    changes the parameter and removes its gradient. Returns the hook's handle."""
+    """Adds a hook that receives a parameter's accumulated gradient, before all present hooks, one of which may be an
+    optimizer that changes the parameter and removes its gradient. Returns the hook's handle."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: Any = gradient_hooks(parameter)
     others = {number: hooks.pop(number) for number in list(hooks) if number != handle.id}
-    hooks.update(others)  # autograd knows the order in which they were added, and not that of `move_to_end`
+    hooks.update(others)  # autograd runs hooks in the order of addition, which `move_to_end` does not change
     return handle
 
 
 class _Identity(torch.autograd.Function):
-    """Only traced. The copy is none in the compiled code; in the graph it lets the caller write to the result."""
+    """The identity in traced code. Its clone is removed from the compiled code; in the graph it lets the caller write
+    to the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: Tensor, backward_key: Tensor, place: str) -> Tensor:
         ctx.save_for_backward(compiled.forward_op(local(x), key, place))
-        ctx.key = backward_key  # not saved, since autograd would refuse it after the backward of a later call
+        ctx.key = backward_key  # autograd would refuse a saved key after the backward of a later call
         return x.clone()
 
     @staticmethod
@@ -185,7 +186,8 @@ class _Identity(torch.autograd.Function):
 
 
 class _Alias(torch.autograd.Function):
-    """Only eager. The result has the same memory and version, and is no view to autograd: it can be modified."""
+    """The identity in eager code. The result shares memory and version with x, but autograd does not treat it as a
+    view, so that it can be modified."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, recorder: Recorder, key: int, ticket: int) -> Tensor:
@@ -207,7 +209,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _skip_while_tracing(context: Any) -> None:
-    """Runs where a compiler comes to `_skip`."""
+    """Reports an unknown object, when a compiler traces `_skip`."""
     recorder, key = _recorder(traced_local(context, "module"))
     value = variable(context, "value")
     if recorder is not None and compiled.may_hold_tensors(value):
@@ -229,27 +231,27 @@ def _traced(module: nn.Module, output: Any, key: Tensor, backward_key: Tensor) -
 
 
 def _recorder(module: nn.Module) -> tuple[Recorder | None, int]:
-    """Returns the recorder of a module and its key. Copies of a module have its hooks and no recorder."""
+    """Returns the recorder of a module, and its key. Copies of a module have its hooks, but no recorder."""
     key = int(getattr(module, KEY))
     recorder = ACTIVE.get(key)
     return (recorder if recorder is not None and recorder.owns(key, module) else None), key
 
 
 def _shared(x: Tensor, given: list[Any]) -> bool:
-    """Whether x is one of the given tensors, or has its memory as far as autograd knows."""
+    """Returns whether x is one of the given tensors, or shares memory with one as far as autograd knows."""
     base = x if x._base is None else x._base
     return any(isinstance(a, Tensor) and (a is base or a._base is base) for a in given)
 
 
 def _hook_if_written(x: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Lets a hook have x's gradient if x is written in place before it comes. Autograd then forgets the nodes of x's
-    views, and what comes at the node of x itself is the gradient of all of its uses."""
+    """Passes x's gradient to a hook if x is written in place before the gradient is computed. Autograd then forgets the
+    nodes of x's views, and the gradient at x's own node is that of all uses of x."""
     base = x if x._base is None else x._base
     node = base.grad_fn
     if node is None or type(base) is not Tensor or base.layout is not torch.strided or x.dtype != base.dtype:
         return
     counter, number = base.detach(), base.output_nr
-    counter.data = base.new_empty(0)  # it has the version of x, and none of its memory
+    counter.data = base.new_empty(0)  # `counter` shares x's version, but not its memory
     version, sizes = counter._version, (base.shape, base.stride())
     part = x.shape, x.stride(), x.storage_offset() - base.storage_offset()
 
@@ -272,10 +274,10 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     def tap(x: Tensor, place: str) -> Tensor:
         nonlocal replaced
         ticket = recorder.forward(key, x, place, True)
-        # Functions of autograd take no nested tensors, unless these are jagged.
+        # Autograd functions do not take nested tensors, except jagged ones.
         if x.requires_grad and torch.is_grad_enabled() and not (x.is_nested and x.layout is torch.strided):
             replaced = True
-            if _shared(x, given):  # autograd must see what the caller writes to it
+            if _shared(x, given):  # autograd must see the caller's writes to x
                 hook = functools.partial(recorder.backward, key, ticket=ticket)
                 _hook_if_written(x, hook)
                 x = x.view_as(x)
@@ -295,8 +297,8 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] | None:
-    """Returns the tickets in `known` and the leaves from which autograd computes a tensor, the first ones on each way;
-    None if autograd does not know, because x requires no gradient or is computed by compiled code."""
+    """Returns the nearest tickets in `known` and the leaves from which autograd computes a tensor; None if autograd
+    does not know them, because x requires no gradient or compiled code computes it."""
     tickets: dict[int, None] = {}
     leaves: dict[int, Tensor] = {}
     if x.grad_fn is None:
@@ -345,16 +347,17 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _may_call(module: nn.Module) -> bool:
-    """Whether a module's own code may call diptych's ops. Each `Caller` costs time when functions in it are traced."""
+    """Returns whether a module's own code may call diptych's ops. Others get no `Caller`, which makes tracing
+    slower."""
     file = type(module).__module__
-    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # it calls a user's function
+    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # that calls user functions
     return not of_torch or bool(forward_hooks(module) or forward_pre_hooks(module))
 
 
 def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Callable[[], None]:
-    """Gives modules their taps, by key. Returns the function that takes all of them away again.
+    """Gives modules their taps, by key. Returns a function that removes all of them.
 
-    **Arguments:** `ops`: whether diptych's ops in compiled code learn their module.
+    **Arguments:** `ops`: whether diptych's ops in compiled code are assigned to their modules.
     """
     handles = []
 
@@ -370,7 +373,7 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Call
     try:
         for key, module in modules.items():
             for name in (KEY, BACKWARD_KEY):
-                with torch.inference_mode(False):  # compiled code writes to it
+                with torch.inference_mode(False):  # compiled code writes to the keys
                     module.__dict__[name] = torch.tensor([key], device="cpu")
             keys = module.__dict__[KEY], module.__dict__[BACKWARD_KEY]
             module.__dict__[CALLER] = Caller(*keys) if ops and _may_call(module) else None
@@ -386,7 +389,7 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder, ops: bool) -> Call
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Removes the taps that a copy of a module has of a capture in which it was made."""
+    """Removes the taps that a copy of a module has from the capture in which it was made."""
     for hooks, own in ((forward_pre_hooks(module), _before), (forward_hooks(module), _after)):
         for number in [number for number, hook in hooks.items() if hook is own]:
             del hooks[number]
@@ -394,8 +397,8 @@ def _remove_hooks(module: nn.Module) -> None:
 
 
 def renew_key(module: nn.Module) -> None:
-    """Gives a module another tensor with its key. A graph with a checkpoint saves the key for its backward, which
-    autograd refuses once a later forward has written to it."""
+    """Gives a module a new tensor with its key. A graph with a checkpoint saves the key for its backward, and autograd
+    refuses a saved tensor to which a later forward has written."""
     key = module.__dict__[KEY] = module.__dict__[KEY].data
     if module.__dict__[CALLER] is not None:
         module.__dict__[CALLER].key = key
