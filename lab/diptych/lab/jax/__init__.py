@@ -1,4 +1,4 @@
-"""The lab for JAX: `capture` records what a function computes; also the demo model's adapter."""
+"""The lab for JAX: `capture`, which records the arrays of a function, and the adapter that trains the demo model."""
 
 from diptych.lab.jax.capture import Capture, capture
 

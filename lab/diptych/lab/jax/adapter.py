@@ -1,4 +1,4 @@
-"""Registers JAX with the lab: trains the demo model and replays other frameworks' operations."""
+"""Registers JAX with the lab: trains the demo model, replays recorded operations, and feeds models in a bisection."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _device(name: str) -> Any:
 
 
 class JaxTrainer:
-    """The demo model under jit with optax's AdamW. The quantizers' states are overwritten with their gradients."""
+    """A trainer of the demo model, under jit with optax's AdamW. The gradients of quantizers' states are the new
+    states."""
 
     def __init__(self, job: Job, weights: Weights) -> None:
         self._job, self._device = job, _device(job.device)
@@ -64,7 +65,7 @@ class JaxTrainer:
         self._evaluate = jax.jit(self._held_out, compiler_options=options)
 
     def _gradients(self, params: gpt.Params, kept: Any, batch: Array) -> Any:
-        """Returns loss, gradients, and the quantizers' states for the next step."""
+        """Returns the loss, the gradients, and the quantizers' states for the next step."""
         scales, rngs = update_state(kept[0], self._job.recipe), kept[1]
 
         def loss_fn(params: gpt.Params, scales: gpt.States) -> Array:
@@ -79,12 +80,12 @@ class JaxTrainer:
         return *self._applied(grads, params, opt_state), kept, loss
 
     def _applied(self, grads: gpt.Params, params: gpt.Params, opt_state: Any) -> tuple[Any, Any]:
-        """Returns parameters and optimizer's state after an update by these gradients."""
+        """Returns the parameters and the optimizer's state after an update with these gradients."""
         updates, opt_state = self._optimizer.update(self._clipped(grads), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     def _clipped(self, grads: gpt.Params) -> gpt.Params:
-        """Returns gradients whose global norm is at most `OptimConfig.clip`, which see."""
+        """Returns the gradients, scaled so that their global norm is at most `OptimConfig.clip`."""
         clip = self._job.optim.clip
         if clip is None:
             return grads
@@ -141,7 +142,7 @@ class JaxTrainer:
 
 
 def _recipe(job: Job, linear: str) -> Any:
-    """Returns the recipe of one linear layer: the job's, or for the self-test's faulty layer a wrong one."""
+    """Returns the recipe of one linear layer: the job's, or a wrong one for the faulty layer of the self-test."""
     if job.corruption is not None and job.recipe is not None and linear == job.corruption.layer:
         return job.corruption.recipe(job.recipe, _spoil)
     return job.recipe
@@ -154,12 +155,12 @@ def _linear(job: Job) -> gpt.Linear:
 
 
 def _spoil(q: QuantizedArray, factor: float) -> QuantizedArray:
-    """The self-test's fault; see `Corruption`."""
+    """Returns `q` with the self-test's fault; see `Corruption`."""
     if q.format.two_level:  # the factor is too large for an E4M3 scale
         assert q.amax is not None
         return dataclasses.replace(q, amax=q.amax * factor)
     scale: Any = q.rowwise_scale_inv
-    if scale.dtype == jnp.uint8:  # as bytes: E8M0 holds exponents
+    if scale.dtype == jnp.uint8:  # E8M0 scales as bytes, which are exponents
         return dataclasses.replace(q, rowwise_scale_inv=scale + np.uint8(math.log2(factor)))
     scale = (scale.astype(jnp.float32) * factor).astype(scale.dtype)
     return dataclasses.replace(q, rowwise_scale_inv=scale)

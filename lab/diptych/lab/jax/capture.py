@@ -1,4 +1,4 @@
-"""`capture`: a function that is called like another one and records what its arrays were, as a trace on disk."""
+"""`capture` wraps a function: the wrapper computes the same results and records the arrays in a trace on disk."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ def capture(
     check: bool = True,
     ops: str = "own",
 ) -> Capture:
-    """Returns a function that is called like `fn` and returns what it returns; each call is a step of a trace.
+    """Returns a function that is called like `fn` and returns its results; each call is a step of a trace.
 
-    The first step's arguments are also given to `fn` alone, and the trace notes whether its results had the same bits.
+    In the first step `fn` also runs on its own, and the trace notes whether its results had the same bits.
 
-    **Arguments:** `fn`: a function of arrays, such as a training step, under `jax.jit` or `nnx.jit` or not; it is
-    traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out
-    of so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
-    bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more. `ops`: "own" for
-    diptych's operations, "all" for JAX's own too, in the forward pass, "none"; see `diptych.lab.replay.table`.
+    **Arguments:** `fn`: a function of arrays, such as a training step, with or without `jax.jit` or `nnx.jit`; it is
+    traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: the interval
+    between recorded calls; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
+    bytes of all values. `statistics`: whether they are computed. `check`: whether the first step runs `fn` on its own
+    too. `ops`: "own" records diptych's operations, "all" also JAX's own in the forward pass, "none" neither; see
+    `diptych.lab.replay.table`.
 
-    **Raises:** TypeError for another type of an argument, ValueError for other values, TraceError if `out` has a trace,
-    NotImplementedError if there are several processes.
+    **Raises** TypeError if an argument has another type, ValueError if it has an invalid value, TraceError if `out` has
+    a trace, NotImplementedError if there are several processes.
     """
     options = common.options(sites, every, values, budget, ops)
     if not callable(fn):
         raise ArgumentError(f"capture: fn must be a function, got {type(fn).__name__}")
-    if "cached_partial.<locals>" in getattr(getattr(fn, "__code__", None), "co_qualname", ""):  # of flax.nnx
+    if "cached_partial.<locals>" in getattr(getattr(fn, "__code__", None), "co_qualname", ""):  # nnx.cached_partial
         raise UnsupportedError(
             "capture: functions of nnx.cached_partial refuse modules with marks of their paths; capture the function "
             "that it was made of, with the modules as arguments"
@@ -62,9 +63,9 @@ def capture(
 
 
 class Capture:
-    """What `capture` returns. Close it, or use it as a context manager.
+    """The function that `capture` returns. Close it, or use it as a context manager.
 
-    `step`: the number of the next call. `retraces`: how often `fn` has been traced.
+    `step`: the number of the next call. `retraces`: the number of times that `fn` has been traced.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Capture:
         self._writer = Writer(out, Meta("jax", versions, _device(), 1, None, common.HASH, True, None, options))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function. **Raises** ValueError after `close`, NotImplementedError if something in it cannot be
-        recorded or it is called while JAX traces, TypeError for an argument that is no array and has no hash."""
+        """Calls the function. **Raises** ValueError after `close`, NotImplementedError if a part of the function cannot
+        be recorded or if JAX is tracing the call, TypeError if an argument is neither an array nor hashable."""
         if self._closed:
             raise ValueError("capture: it is closed")
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
@@ -110,7 +111,7 @@ class Capture:
         return returned
 
     def close(self) -> None:
-        """Ends the trace. Calls raise ValueError afterwards."""
+        """Ends the trace. Later calls raise ValueError."""
         self._closed = True
         self._writer.close()
 
@@ -145,7 +146,7 @@ class Capture:
 
 
 def _device() -> str:
-    """Returns the default device's name in traces; the first step says where the function really runs."""
+    """Returns the default device's name in traces. The first step replaces it by the device of the results."""
     return _name(jax.config.jax_default_device or jax.devices()[0])  # type: ignore[attr-defined]
 
 

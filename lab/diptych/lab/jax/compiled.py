@@ -1,4 +1,4 @@
-"""The compiled program of a captured function: what it observes besides its results, and the entries made of that."""
+"""The compiled program of a captured function, its observations (extra results), and the entries made of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from diptych.lab.traces import SAMPLES, Entry, Options, Site, Writer, places
 
 @dataclasses.dataclass
 class _Variant:
-    """A compiled program that keeps the same values of each leaf. `places`: the extra results that are no values, with
-    their shapes; `values`: those that are, in the order in which they are returned."""
+    """A compiled program that keeps a fixed choice of each leaf's values. `places`: the positions and shapes of extra
+    results that are statistics and hashes. `values`: the positions of those that are values, in the order in which the
+    program returns them."""
 
     keep: tuple[str, ...]
     run: Any = None
@@ -40,9 +41,9 @@ class _Variant:
 
 
 class _Observed(NamedTuple):
-    """What a call of a program returns besides the function's results.
+    """The results of a program besides the function's own.
 
-    `packed`: statistics and hashes, one vector on the device. `values`: the arrays whose values are kept.
+    `packed`: statistics and hashes as one vector on the device. `values`: the arrays whose values are kept.
     """
 
     variant: _Variant
@@ -51,17 +52,17 @@ class _Observed(NamedTuple):
 
 
 class Program:
-    """One traced function. It is compiled once, and again when the budget lets fewer tensors be whole."""
+    """One traced function. It is compiled once, and again if the budget allows fewer whole tensors."""
 
     def __init__(self, closed: Any, results: Results, products: bool, options: Options, statistics: bool) -> None:
-        self._outer = closed  # by whose identity the program is found
+        self._outer = closed  # kept alive, since programs are looked up by its id
         self._closed, self._picked, self._params = unwrapped(closed)
         self._results, self._options, self._statistics, self._products = results, options, statistics, products
         self._structure: Body | None = None
         self._variants: dict[tuple[str, ...], _Variant] = {}
 
     def __call__(self, arrays: Sequence[Any], writer: Writer) -> tuple[Any, _Observed]:
-        """Returns the function's result and what was observed, without waiting for either."""
+        """Returns the function's result and the observations, without waiting for either."""
         keep = self._keep(arrays, writer)
         if keep not in self._variants:
             variant = self._variants[keep] = _Variant(keep)
@@ -71,7 +72,7 @@ class Program:
         return self._results.full(outs), _Observed(variant, packed, values)
 
     def entries(self, step: _Observed, writer: Writer) -> list[Entry]:
-        """Returns the entries of a step. It waits for the device."""
+        """Returns the entries of a step. The host waits for the device."""
         variant, words, arrays, at = step.variant, np.asarray(step.packed), {}, 0
         for position, shape in variant.places.items():
             size = math.prod(shape)
@@ -90,7 +91,8 @@ class Program:
         return entries
 
     def _keep(self, arrays: Sequence[Any], writer: Writer) -> tuple[str, ...]:
-        """Returns what each leaf keeps: whole tensors as far as the next step's plan asks for them, else samples."""
+        """Returns which values each leaf keeps: whole tensors where the next step's plan asks for them, else
+        samples."""
         if self._options.values == "hash":
             return ()
         if self._structure is None:
@@ -100,7 +102,7 @@ class Program:
         leaves = self._structure.leaves()
         if self._options.values == "sample":
             return ("sample",) * len(leaves)
-        if self._structure.conditional:  # which sites share the budget is known after the step
+        if self._structure.conditional:  # the sites that share the budget are known after the step alone
             return ("whole",) * len(leaves)
         found: list[tuple[Site, int]] = []
         unfolded(self._structure, None, found)
@@ -122,7 +124,7 @@ class Program:
         return outs, (words, [extras[i] for i in variant.values])
 
     def _observed(self, variant: _Variant, x: Any, number: int, quantized: Any) -> list[Any]:
-        """Returns what `statistics.decoded` reads of an array, and the values that are kept."""
+        """Returns the words that `statistics.decoded` reads for an array, and the values that are kept."""
         words, keep = observed(x, self._statistics, quantized), variant.kept(number)
         if keep == "none":
             return [words]
@@ -130,10 +132,9 @@ class Program:
 
 
 def unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str, Any]]:
-    """Returns the function that is compiled as a whole, its arguments as positions or literal values, and arguments of
-    `jax.jit`.
+    """Returns the function to compile, its arguments as positions or literal values, and arguments of `jax.jit`.
 
-    They are those of a function under `jax.jit`, whose donations and options have no effect inside of another one.
+    A function under `jax.jit` is unwrapped, because donations and options have no effect inside of another `jax.jit`.
     """
     jaxpr = closed.jaxpr
     positions = {v: i for i, v in enumerate(jaxpr.invars)}

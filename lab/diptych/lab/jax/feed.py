@@ -1,4 +1,4 @@
-"""Forward passes of a JAX model in which outputs and inputs of modules are seen and replaced, for a bisection."""
+"""Forward passes of a JAX model in which outputs and inputs of modules are recorded and replaced, for a bisection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _BUDGET = 2**61  # bytes: all values are whole
 
 
 class Feeder:
-    """See `diptych.lab.bisect.forward.Feeder`. `model`: a function, linen's, nnx's or equinox's module included."""
+    """A feeder of a JAX model; see `diptych.lab.bisect.forward.Feeder`. `model`: a function, or a linen, nnx or equinox
+    module."""
 
     def __init__(self, model: Callable[..., Any], device: Any) -> None:
         self._fn, self._first = (_called, (model,)) if is_node(model) else (model, ())
@@ -44,7 +45,7 @@ class Feeder:
             jax.default_device(self._device),
             capture(self._fn, folder, values="full", budget=_BUDGET, statistics=False, check=False) as run,
         ):
-            # A copy: the model of all passes has the same counts of random numbers, which a call changes.
+            # The model is copied, since a call changes its counts of random numbers and all passes need the same.
             run(*copied_nodes(list(self._first)), *inputs.args, **inputs.kwargs)
         with self._program(inputs, frozenset(), None) as (program, _):
             return list(program.unseen)
@@ -59,7 +60,7 @@ class Feeder:
     def _program(
         self, inputs: Inputs, inside: frozenset[str], ops: str | None
     ) -> Iterator[tuple[_Program, Sequence[Any]]]:
-        """Yields the traced model, and its arrays."""
+        """Yields the traced model and its arrays."""
         args, kwargs = (*self._first, *inputs.args), dict(inputs.kwargs)
         with jax.default_device(self._device), Call(args, kwargs) as call:
             if (inside, ops) not in self._programs:
@@ -68,13 +69,14 @@ class Feeder:
 
 
 def _called(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """An object of nnx is an argument, since a function may not change one that it closes over."""
+    """Calls `model`. An object of nnx must be an argument, since functions may not change objects that they close
+    over."""
     return model(*args, **kwargs)
 
 
 class _Entry(NamedTuple):
-    """A site: the numbers of its leaf and of its tap, the position of its array among what the program observes, and
-    its place in it."""
+    """A site, the numbers of its leaf and tap, the position of its array among the observations, and the index in
+    it."""
 
     site: Site
     number: int
@@ -84,7 +86,7 @@ class _Entry(NamedTuple):
 
 
 class _Tracing(Tracing):
-    """A traced model. `unseen`: the outputs of its modules that no trace can hold, each with its dtype."""
+    """The tracing of a model. `unseen`: the module outputs that no trace can hold, each with its dtype."""
 
     def __init__(self, inside: frozenset[str], functions: bool) -> None:
         super().__init__("**", functions, inside)
@@ -100,7 +102,7 @@ class _Tracing(Tracing):
         call, key = self.calls[-1], f"operand:{rules.named(frame.path)}/call:{frame.number}"
 
         def unseen(value: Any, place: str) -> tuple[Any, Slot] | None:
-            """Arrays in the fields of an object, and random keys, get a slot without a value."""
+            """Returns a slot without a value for a random key or an object with arrays in its fields, else None."""
             held = not isinstance(value, Slot) and any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
             return (value, Slot(rules.printable(key + place))) if held else None
 
@@ -110,7 +112,7 @@ class _Tracing(Tracing):
 
 
 class _Program:
-    """One traced function. `unseen`: the outputs of modules that no trace can hold, each with its dtype."""
+    """One traced model. `unseen`: the module outputs that no trace can hold, each with its dtype."""
 
     def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str], ops: str | None) -> None:
         tracing = _Tracing(inside, ops is not None)
@@ -133,8 +135,8 @@ class _Program:
         return Forward(kept, _calls(self._calls, self._outputs, entries), results)
 
     def _instrumented(self, arrays: Sequence[Any], given: Mapping[int, tuple[Array, Array]]) -> list[Array]:
-        """Returns what is observed. `given`: by the number of a leaf, in which iterations it is replaced, and by
-        what."""
+        """Returns the observed arrays. `given`: the iterations of replacements and their values, by the numbers of
+        leaves."""
 
         def replace(x: Array, number: int, at: tuple[Array, ...]) -> Array:
             if number not in given:
@@ -149,7 +151,8 @@ class _Program:
         return extras
 
     def _is_site(self, name: str, dtype: str) -> bool:
-        """Whether an array is seen: of operations, those in the module that is asked for."""
+        """Returns whether an array is observed. Of all operations, only those in the module `self._ops` are
+        observed."""
         path, _, what = name.rpartition("/")
         op, dot, _ = what.partition(".")
         here = self._ops is not None and within(path, self._ops)
@@ -162,7 +165,7 @@ class _Program:
         return [_Entry(f.site, n, taps[n], f.start, f.at) for f, (_, n) in zip(found, numbers, strict=True)]
 
     def _stacks(self, fed: Mapping[str, Tensor]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Returns what `_instrumented` is given: something for each leaf, so that it is compiled once."""
+        """Returns `given` for `_instrumented`. It has an item for every leaf, so that the program is compiled once."""
         by_leaf: dict[int, list[_Entry]] = collections.defaultdict(list)
         for entry in self._entries(None):
             by_leaf[entry.number].append(entry)
@@ -182,7 +185,7 @@ _UNFED = {"cond": "cond", "while": "a while loop", "shard": "shard_map"}
 
 
 def _kinds(body: Body) -> set[str]:
-    """Returns the kinds of equations with sites in their bodies."""
+    """Returns the kinds of equations whose bodies contain sites."""
     compounds = [n for n in body.nodes if isinstance(n, Compound)]
     return {c.kind for c in compounds}.union(*(_kinds(b) for c in compounds for b in c.bodies))
 
@@ -194,9 +197,9 @@ def _tensor(x: np.ndarray) -> Tensor:
 def _calls(
     traced: Sequence[ModuleCall], outputs: Mapping[int, Sequence[int]], entries: Sequence[_Entry]
 ) -> list[ModuleCall]:
-    """Returns the calls that are part of the program: those with an array that was seen.
+    """Returns the calls that are part of the program: those with an observed array.
 
-    **Arguments:** `outputs`: the numbers of taps, by the position of the call that they belong to.
+    **Arguments:** `outputs`: the numbers of the taps on a call's outputs, by the position of the call.
     """
     sites = {e.site.key: e for e in entries}
     by_tap: dict[int | None, list[_Entry]] = collections.defaultdict(list)

@@ -1,7 +1,7 @@
-"""Which equations of a traced function compute its forward pass.
+"""Finds the equations of a traced function that compute its forward pass.
 
-Differentiated code also has equations of the backward pass, others that follow it, such as an optimizer's, and others
-that prepare it: factors of derivatives, which only the backward pass uses.
+Differentiated code also has equations of the backward pass, equations that follow it, such as an optimizer's, and
+equations that prepare it: factors of derivatives, which only the backward pass uses.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from diptych.jax.jaxprs.flat import INLINE, jaxprs, literal, scanned
 from diptych.lab.jax.tap_primitives import called_p, tap_p
 
 _OPEN = (*INLINE, "jit", "pjit", "scan", "cond", "while", "remat2", "checkpoint", "shard_map")
-"""The primitives with jaxprs whose last arguments are the equation's last operands, and whose results are its own."""
+"""Primitives with jaxprs. A jaxpr's last arguments are the equation's last operands, its results the equation's."""
 
 
 class Forward(NamedTuple):
-    """Which part of a jaxpr is the forward pass.
+    """The part of a jaxpr that is the forward pass.
 
-    `equations`: the positions of the equations whose results it needs. `after`: the variables that depend on a
-    gradient. `needed`: the variables that the forward pass needs.
+    `equations`: the positions of its equations. `after`: the variables that depend on a gradient. `needed`: the
+    variables that the forward pass needs.
     """
 
     equations: frozenset[int]
@@ -29,7 +29,7 @@ class Forward(NamedTuple):
     needed: frozenset[Any]
 
     def inside(self, eqn: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Returns `after` of the operands and `needed` of the results of an equation with jaxprs."""
+        """Returns, for an equation with jaxprs, which operands are in `after` and which results are in `needed`."""
         needed = [v in self.needed for v in eqn.outvars]
         if eqn.primitive.name in ("scan", "while"):
             carry = scanned(eqn.params)[1] if eqn.primitive.name == "scan" else len(needed)
@@ -38,7 +38,8 @@ class Forward(NamedTuple):
 
 
 def forward_code(jaxpr: Any, after: Sequence[bool], needed: Sequence[bool]) -> Forward:
-    """Finds the forward pass. `after`, `needed`: of the last arguments and of the results; by default none and all."""
+    """Returns the forward pass of a jaxpr. `after`: whether each of the last arguments depends on a gradient, by
+    default none. `needed`: whether each result is needed, by default all."""
     of_arguments = list(after)[-len(jaxpr.invars) :] if after and jaxpr.invars else [False] * len(jaxpr.invars)
     of_results = list(needed) or [True] * len(jaxpr.outvars)
     late = _after(jaxpr, of_arguments)
@@ -54,13 +55,14 @@ def forward_code(jaxpr: Any, after: Sequence[bool], needed: Sequence[bool]) -> F
 
 
 def transforms(eqn: Any) -> list[str]:
-    """Returns the names of JAX's transformations that made an equation."""
+    """Returns the names of the JAX transformations that made an equation."""
     return [s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Transform"]
 
 
 def around(eqn: Any, jaxpr: Any, outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Returns the equations around the body of a scan, by the variables that they compute, also of its arguments; JAX
-    moves constants out of one that is differentiated. `outer`: those around `jaxpr`. Else nothing."""
+    """Returns the equations around the body of a scan by the variables that they compute, including the body's
+    arguments for constants, since JAX moves constants out of a differentiated body; nothing for other equations.
+    `outer`: the equations around `jaxpr`."""
     if eqn.primitive.name != "scan":
         return {}
     makers = {**outer, **{v: e for e in jaxpr.eqns for v in e.outvars}}
@@ -69,10 +71,10 @@ def around(eqn: Any, jaxpr: Any, outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _operands_after(eqn: Any, late: Any) -> list[bool]:
-    """Returns which operands of an equation make its results depend on a gradient.
+    """Returns, for each operand of an equation, whether it makes the results depend on a gradient.
 
-    An equation under `jax.jvp` is forward code even if its operands depend on one, since a function may make several
-    training steps.
+    An equation under `jax.jvp` is forward code even if its operands depend on a gradient, since a function may make
+    several training steps.
     """
     anew = "jvp" in transforms(eqn)
     return [not literal(v) and v in late and not anew for v in eqn.invars]

@@ -1,8 +1,8 @@
-"""Recognizes JAX's own operations, rows of `diptych.lab.replay.table`: by what equations compute, and by modules.
+"""Recognizes JAX's own operations, rows of `diptych.lab.replay.table`, by the mathematics of equations, and by modules.
 
-Equations are followed from an operation's last one to its operands, in one jaxpr. Only what is the row's mathematics in
-every respect is recognized: which axes are reduced, where they are broadcast to, which constants there are. What is not
-is looked at equation by equation, as products, sums and elementwise products.
+Equations are followed from an operation's last one back to its operands, within one jaxpr. An operation is recognized
+only if it equals the row in every respect: reduced axes, broadcast axes, and constants. All other equations are
+recognized one by one, as products, sums and elementwise products.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from diptych.lab.traces import is_recorded
 from diptych.lab.traces.schema import Operation
 
 Found = tuple[str, dict[str, Any], dict[str, Any]]
-"""A row, its operands by name, and its options."""
+"""(row, operands by name, options)."""
 
 
 class Function(NamedTuple):
     """An operation of JAX's own that ends in one equation of a jaxpr, and may begin in earlier ones.
 
-    `name`: of its row in the lab's table. `operation`: what a trace has of it. `operands`: the jaxpr's variables, by
-    the row's names of operands.
+    `name`: its row in the lab's table. `operation`: the operation as a trace records it. `operands`: the jaxpr's
+    variables by the names of the row's operands.
     """
 
     name: str
@@ -41,16 +41,17 @@ class Function(NamedTuple):
 
 
 def possible(eqn: Any) -> bool:
-    """Whether an equation may be the last one of an operation, or part of one: a float array of such a kind."""
+    """Returns whether an equation may be the last one of an operation, or part of one: its primitive occurs in the
+    rows, and its result is a float array (a scalar too for products)."""
     name, out = eqn.primitive.name, eqn.outvars[:1]
     return name in (*_WHOLES, *_SINGLES) and (_array(out[0]) or (name == "dot_general" and is_float(out[0].aval.dtype)))
 
 
 def recognized(jaxpr: Any, equations: frozenset[int], outer: Mapping[Any, Any]) -> dict[int, Function]:
-    """Returns the operations that equations at these positions compute, by the position of their last one.
+    """Returns the operations that the equations at these positions compute, by the position of their last equation.
 
-    An equation that is part of an operation is no operation itself. `outer`: the equations around this jaxpr, by the
-    variables that they compute; also of its arguments.
+    An equation that is part of an operation is not an operation itself. `outer`: the equations around this jaxpr by the
+    variables that they compute, including arguments of this jaxpr.
     """
     makers: dict[Any, tuple[int | None, Any]] = {v: (None, eqn) for v, eqn in outer.items()}
     makers |= {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -121,7 +122,7 @@ def _gelu(walk: Walk, eqn: Any) -> Found | None:
 
 
 def _gelu_of(walk: Walk, v: Any, x: Any) -> bool | None:
-    """Returns whether `v` is the form of gelu(x) with tanh; None if it is none."""
+    """Returns whether `v` is gelu(x) in its approximate form with tanh; None if it is not gelu(x)."""
     constant, parts = walk.product(v, x)
     if len(parts) != 2 or x not in parts or not _near(constant, 0.5, x):
         return None
@@ -147,7 +148,7 @@ def _times(walk: Walk, v: Any, constant: float, x: Any, power: int = 1) -> bool:
 
 
 def _near(found: float, constant: float, x: Any) -> bool:
-    """Whether a constant is the wanted one as x's dtype has it."""
+    """Returns whether `found` equals `constant` within the precision of x's dtype."""
     return abs(found - constant) <= float(jnp.finfo(x.aval.dtype).eps) * abs(constant)
 
 
@@ -159,7 +160,7 @@ def _silu(walk: Walk, eqn: Any) -> Found | None:
 
 
 def _rotary(walk: Walk, eqn: Any) -> Found | None:
-    """x * cos + rotated(x) * sin, rotated(x) the last axis's halves (-x2, x1), or its pairs."""
+    """Recognizes x * cos + rotated(x) * sin; rotated(x) is (-x2, x1) of the last axis's halves, or of its pairs."""
     products = [walk.made(v, "mul") for v in eqn.invars]
     if None in products:
         return None
@@ -173,7 +174,7 @@ def _rotary(walk: Walk, eqn: Any) -> Found | None:
 
 
 def _turned(walk: Walk, v: Any, x: Any) -> bool | None:
-    """Returns whether `v` is x turned by pairs of the last axis; None if it is not turned by halves either."""
+    """Returns whether `v` is x rotated by pairs of the last axis; False if it is rotated by halves, None otherwise."""
     if literal(v) or not _array(x) or tuple(v.aval.shape) != tuple(x.aval.shape):
         return None
     *rest, count = x.aval.shape
@@ -256,7 +257,7 @@ _LOSSES: dict[str, tuple[_Row, ...]] = dict.fromkeys(
     ("sub", "neg", "div", "mul", "reduce_sum", "gather", "squeeze", "reshape", "convert_element_type"),
     (_cross_entropy,),
 )
-"""They contain a `sub` that may be log_softmax, and their results may be scalars."""
+"""Rows that contain a `sub` which may be a log_softmax, and whose results may be scalars."""
 _WHOLES: dict[str, tuple[_Row, ...]] = {
     "div": (_softmax,),
     "sub": (_log_softmax,),
@@ -276,8 +277,8 @@ _SINGLES: dict[str, tuple[_Row, ...]] = {
 
 
 class Norm(NamedTuple):
-    """What a module computes: a row over the last `axes` axes. `parameters`: returns them once the module has run.
-    `rounded`: whether operands have the result's dtype before anything is computed."""
+    """A norm that a module computes: `row`, over the last `axes` axes. `parameters`: returns the module's parameters
+    once it has run. `rounded`: whether operands are cast to the result's dtype before the computation."""
 
     row: str
     axes: int
@@ -287,7 +288,7 @@ class Norm(NamedTuple):
     rounded: bool = False
 
     def operands(self, out: jax.Array) -> tuple[Operation | None, dict[str, Any]]:
-        """Returns the operation, None if the row cannot say how its result is rounded, and its operands."""
+        """Returns the operation, None if the row does not define how its result is rounded, and its operands."""
         found = {"x": self.x} | {k: v for k, v in self.parameters().items() if v is not None}
         same = self.rounded or exact(self.x.dtype, out.dtype) or self.x.dtype == out.dtype
         if same:
@@ -298,8 +299,8 @@ class Norm(NamedTuple):
 
 
 def norm(module: Any, args: Any, kwargs: Any) -> Norm | None:
-    """Returns what a module computes that is about to be called, if it is a norm of flax's or equinox's as a row has
-    it: over the last axes, with parameters over the same ones. Else returns None."""
+    """Returns the norm that a call of a module computes; None if the module is not a norm of flax or equinox, or
+    differs from the row: a row reduces over the last axes, and its parameters have the same axes."""
     if len(args) != 1 or any(v is not None for v in kwargs.values()) or not isinstance(x := args[0], jax.Array):
         return None
     for library, of in (("flax.linen", _linen), ("flax.nnx", _nnx), ("equinox.nn", _equinox)):
@@ -318,7 +319,7 @@ def _flax(module: Any, row: str, x: jax.Array, parameters: Callable[[], dict[str
 
 
 def _last(axes: Any, count: int) -> int | None:
-    """Returns how many of the last axes these are, in order; None for others."""
+    """Returns the number of axes if they are the last ones of `count`, in order, else None."""
     found = [a % count for a in (axes if isinstance(axes, tuple | list) else (axes,))]
     return len(found) if found == list(range(count - len(found), count)) else None
 
@@ -327,7 +328,7 @@ def _linen(module: Any, row: str, x: jax.Array) -> Norm | None:
     def parameters() -> dict[str, Any]:
         held = module.variables.get("params", {})
         found = {"weight": held.get("scale"), "bias": held.get("bias")}
-        return {k: next(iter(jax.tree.leaves(v)), None) for k, v in found.items()}  # it may be in a box
+        return {k: next(iter(jax.tree.leaves(v)), None) for k, v in found.items()}  # flax may box a parameter
 
     return _flax(module, row, x, parameters, False)
 

@@ -41,11 +41,11 @@ Linear = Callable[[str, Array, Array, Array, Kept], Array]
 
 
 def quantized_linear(recipe: Recipe | None, dtype: Any = jnp.float32) -> Linear:
-    """Returns a linear function that runs `dense` with `recipe` in `dtype`, between activations of another dtype."""
+    """Returns a linear function that runs `dense` with `recipe` in `dtype`, and keeps the dtype of its input."""
 
     def linear(name: str, x: Array, weight: Array, bias: Array, kept: Kept) -> Array:
         state, rng = kept.scales.get(name), kept.rngs.get(name)
-        with jax.named_scope(name):  # in traces its operations have the layer's name
+        with jax.named_scope(name):  # traces name its operations after the layer
             y = dense(x.astype(dtype), weight, bias, recipe=recipe, state=state, rng=rng, record=kept.record)
         return y.astype(x.dtype)
 
@@ -65,13 +65,13 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float = 1e-5) -> Array
 
 
 def _heads(qkv: Array, heads: int) -> Array:
-    """[B, T, 3 D] -> [3, B, H, T, D / H]."""
+    """Returns q, k and v as [3, B, H, T, D / H] from qkv [B, T, 3 D]."""
     batch, seq, width = qkv.shape
     return qkv.reshape(batch, seq, 3, heads, width // (3 * heads)).transpose(2, 0, 3, 1, 4)
 
 
 def attention_scores(qkv: Array, heads: int) -> Array:
-    """Scaled and causally masked q @ k.T, [B, H, T, T]."""
+    """Returns q @ k.T, scaled and causally masked, [B, H, T, T]."""
     q, k, _ = _heads(qkv, heads)
     scores = (q @ k.swapaxes(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -79,7 +79,7 @@ def attention_scores(qkv: Array, heads: int) -> Array:
 
 
 def attention_values(probabilities: Array, qkv: Array, heads: int) -> Array:
-    """probabilities @ v with the heads side by side, [B, T, D]."""
+    """Returns probabilities @ v with the heads side by side, [B, T, D]."""
     y = probabilities @ _heads(qkv, heads)[2]
     batch, _, seq, _ = y.shape
     return y.swapaxes(1, 2).reshape(batch, seq, -1)
@@ -90,12 +90,12 @@ def gelu(x: Array) -> Array:
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
-    """Mean over all positions, in nats."""
+    """Returns the mean cross entropy over all positions, in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear, kept: Kept) -> Array:
-    """One pre-norm transformer block. Its activations have names, for remat policies and for traces."""
+    """Returns the output of a pre-norm transformer block. Its activations have names, for remat policies and traces."""
 
     def name(suffix: str, value: Array) -> Array:
         return checkpoint_name(value, prefix + suffix)
@@ -115,7 +115,7 @@ def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear, kept: Ke
 
 
 def gpt(params: Params, tokens: Array, kept: Kept, *, layers: int, heads: int, linear: Linear) -> Array:
-    """Logits [B, T, 256] of int32 tokens [B, T]."""
+    """Returns logits [B, T, 256] for int32 tokens [B, T]."""
     x = checkpoint_name(embedding(tokens, params["embed.weight"], params["position.weight"]), "embedded")
     for i in range(layers):
         x = block(params, f"blocks.{i}.", x, heads, linear, kept)
@@ -124,6 +124,6 @@ def gpt(params: Params, tokens: Array, kept: Kept, *, layers: int, heads: int, l
 
 
 def loss_fn(params: Params, batch: Array, kept: Kept = NOTHING, **model: Any) -> Array:
-    """Next-byte cross entropy of int32 [B, T + 1]."""
+    """Returns the next-byte cross entropy of int32 tokens [B, T + 1]."""
     logits = gpt(params, batch[:, :-1], kept, **model)
     return checkpoint_name(cross_entropy(logits, batch[:, 1:]), "loss")

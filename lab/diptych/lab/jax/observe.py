@@ -1,7 +1,7 @@
-"""Evaluates a traced function with an observation in the place of each tap, and a replacement.
+"""Evaluates a traced function, and observes or replaces the arrays of its taps.
 
-Sites without taps are diptych's own calls, names of `checkpoint_name`, products of functions without modules, and
-operations of JAX's own.
+Sites without taps are the calls of diptych's ops, names of `checkpoint_name`, products in functions without modules,
+and JAX's own operations.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from diptych.lab.jax.tap_primitives import ROW, SCOPE, called_p, tangent_p, tap_
 
 Array = jax.Array
 
-_RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
+_RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to recomputed equations
 _OP = target("")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
 class Where(NamedTuple):
-    """Where an equation of a jaxpr stands. `module`: the name of the innermost module around it, None outside of all
-    modules. `scopes`: the named scopes of the user around it. `recomputed`: whether forward has observed it already.
-    `closed`: whether it is backward code, or inside of an operation that is a site itself. `after`, `needed`: as
-    `forward_code` has them, of the jaxpr that is evaluated. `outer`: as `functions.recognized` has it. `function`: the
-    operation of JAX's own that ends in the equation."""
+    """The place of an equation in a traced function.
+
+    `module`: the name of the innermost module around it, None outside of modules. `scopes`: the user's named scopes
+    around it. `recomputed`: whether backward code computes it again. `closed`: whether it is backward code, or inside
+    of an operation that is a site. `after`, `needed`: see `forward_code`, for the jaxpr that is evaluated. `outer`: see
+    `functions.recognized`. `function`: the operation of JAX's own that ends in the equation.
+    """
 
     module: str | None = None
     scopes: tuple[str, ...] = ()
@@ -60,7 +62,7 @@ class Where(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """Whether functions of JAX are sites here."""
+        """Whether JAX's own operations are sites here."""
         return not self.recomputed and not self.closed
 
     def name(self, what: str) -> str:
@@ -69,16 +71,15 @@ class Where(NamedTuple):
 
 
 class Observer(Interpreter):
-    """Evaluates one program.
+    """Evaluates one program and observes its sites.
 
-    **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number, quantized)`: the arrays
-    that are recorded of the leaf with this number; see `_leaf`. `products`: whether products are sites, as in a
-    function without modules.
-    `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed; None if no operand
-    or result of one is a site.
-    `of_jax`: whether JAX's own operations are sites too.
-    `replace(x, number, at)`: what the program goes on with in the place of a tap's array, as it is recorded; `at`: the
-    numbers of the iterations of the scans around it. With it, functions under `jax.jit` are parts of the program.
+    **Arguments:** `is_site(name, dtype)`: returns whether an array is observed. `observe(x, number, quantized)`:
+    returns the arrays to record for the leaf with this number; see `_leaf`. `products`: whether products are sites, as
+    in a function without modules. `operation(op, options)`: returns the operation of a diptych op whose operands are
+    all observed, as leaves hold it; None in its place means that ops are no sites. `of_jax`: whether JAX's own
+    operations are sites too. `replace(x, number, at)`: returns the array with which the program continues in place of a
+    tap's array; `at`: the iteration numbers of the scans around it. If it is given, functions under `jax.jit` become
+    parts of the program.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Observer(Interpreter):
         self._operation, self._of_jax, self._replace = operation, of_jax, replace
 
     def program(self, closed: Any, args: Sequence[Any]) -> tuple[list[Any], list[Array], Body]:
-        """Returns the function's results, the observed arrays, and what they are."""
+        """Returns the function's results, the observed arrays, and the body that describes them."""
         return super().program(closed, args, Where())
 
-    # --- what is looked at ---
+    # --- the choice of sites ---
 
     def places(self, jaxpr: Any, where: Where) -> Iterator[Where]:
         forward, found = None, {}
@@ -113,8 +114,8 @@ class Observer(Interpreter):
             yield here._replace(function=found[i]) if i in found and here.open else here
 
     def is_part(self, eqn: Any, where: Where) -> bool:
-        """Operations of JAX's own cross the functions that are called. A call under `jax.jit` that says where its
-        results are stays one."""
+        """Returns whether a called function becomes part of its caller, since JAX's own operations may extend across
+        calls. A call under `jax.jit` that fixes the placement of its results remains a call."""
         if eqn.primitive.name not in (*JIT, *INLINE):
             return False
         here = where.at(eqn)
@@ -134,12 +135,13 @@ class Observer(Interpreter):
         )
 
     def refuse(self, bodies: Sequence[Any], where: str) -> None:
-        """Lets products and names pass, which are then no sites."""
+        """**Raises** NotImplementedError if bodies contain sites. Products and names are allowed, and then not
+        observed."""
         if any(map(_marked, bodies)):
             raise UnsupportedError(f"capture: sites inside of {where} are not supported")
 
     def _named(self, eqn: Any, where: Where) -> bool:
-        """Whether an equation is a site without a tap: `checkpoint_name`, and products of functions without modules."""
+        """Returns whether an equation is a site without a tap: a `checkpoint_name`, or a product outside of modules."""
         if eqn.primitive.name == "name":
             return not eqn.params["name"].startswith("diptych")
         return self._products and where.module is None and eqn.primitive.name in _PRODUCTS
@@ -210,8 +212,8 @@ class Observer(Interpreter):
         return outs, [self._leaf(outs[0], name, "result", every, made, operation=operation)]
 
     def _called(self, p: dict[str, Any], ins: list[Any], refs: list[Refs], where: Where, made: Made) -> Refs:
-        """Observes a module's operation. Parameters of a module that differ between the examples of a `vmap` are no
-        operands that can be given to it."""
+        """Observes a module's operation. If the module's parameters differ between the examples of a `vmap`, the
+        operation cannot be computed again, and its result has none."""
         taps, first = [{"order": order, "tap": None} for order in p["orders"]], len(made.nodes)
         names = [where.name(f"{p['name']}.{n}") for n in ("out", *p["operands"])]
         of_operands = [
@@ -234,9 +236,9 @@ class Observer(Interpreter):
         operation: Any = None,
         quantized: Any = None,
     ) -> Refs:
-        """Observes an array. Returns where it comes from: here, or from `refs` if it is no site.
+        """Observes an array. Returns its origin: the new leaf, or `refs` if the array is no site.
 
-        `quantized`: of a payload, the array that was quantized and the copy that the payload belongs to.
+        `quantized`: for a payload, its original and the copy that it belongs to.
         """
         dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
         if not dtype or not self._is_site(name, dtype):
@@ -261,14 +263,15 @@ class Observer(Interpreter):
         return frozenset([leaf])
 
     def _replaced(self, x: Any, order: tuple[int, ...], number: int) -> Any:
-        """Returns what stands in the place of a tap's array. `number`: of its leaf, if it has one."""
+        """Returns the replacement of a tap's array, or the array itself. `number`: the number of its leaf, if it has
+        any."""
         if self._replace is None or self.leaves == number:
             return x
         return self._replace(jnp.asarray(x).transpose(order), number, self.at).transpose(np.argsort(order))
 
 
 def _marked(jaxpr: Any) -> bool:
-    """Whether a jaxpr has sites that must be observed: all but products and names."""
+    """Returns whether a jaxpr has sites that must be observed: all but products and names."""
     return any(
         e.primitive in (tap_p, called_p)
         or e.primitive.name.startswith(_OP)
@@ -278,5 +281,5 @@ def _marked(jaxpr: Any) -> bool:
 
 
 def _stored(x: Any, dtype: str | None) -> Any:
-    """Returns bytes as the dtype that they are stored in, other arrays as they are."""
+    """Returns bytes as the dtype that they store, and any other array itself."""
     return x if dtype is None or x.dtype == dtype else jax.lax.bitcast_convert_type(x, jnp.dtype(dtype))

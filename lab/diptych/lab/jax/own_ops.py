@@ -1,6 +1,6 @@
-"""diptych's operations in the lab's table: what a recorded call computed, and its computation on given operands.
+"""diptych's operations as rows of the lab's table: descriptions of recorded calls, and their replay on given operands.
 
-The names of operands and results are those that PyTorch's ops have.
+Operands and results have the names that PyTorch's ops give them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diptych.lab.replay.op import Op, Operands, ReplayError, require_results
 Array = jax.Array
 
 
-# --- calls as a trace has them ---
+# --- recorded calls ---
 
 _OPERANDS: dict[str, tuple[str, ...]] = {
     "norm": ("x", "gamma", "beta"),
@@ -40,7 +40,7 @@ _OPERANDS: dict[str, tuple[str, ...]] = {
     "permute_columns": ("x", "row_source"),
     "unpermute_grad": ("dy", "row_id_map", "row_source", "probs", "x"),
 }
-"""In order; the last ones may be absent."""
+"""The names of operands by op, in order. The last ones may be absent."""
 _RESULTS: dict[str, tuple[str, ...]] = {
     "gemm": ("d",),
     "grouped_gemm": ("d",),
@@ -50,8 +50,8 @@ _RESULTS: dict[str, tuple[str, ...]] = {
 
 
 def names(op: str, params: dict[str, Any], operands: int, results: int) -> tuple[list[str], list[str]]:
-    """Returns the names of an op's operands and results, in order. Results without names are "out", or "out[0]",
-    "out[1]", ... if there are several. `operands`, `results`: how many there are."""
+    """Returns the names of an op's operands and results, in order. Results without names of their own are "out", or
+    "out[0]", "out[1]", ... if there are several. `operands`, `results`: their numbers."""
     if op in ("quantize", "quantize_stack"):
         buffers = params["quantizer"].buffer_names()
         amaxes = [n for n in buffers if n.endswith("amax")]
@@ -100,7 +100,7 @@ def _of_source(source: Source | None) -> list[str]:
 
 def stored_dtype(params: dict[str, Any], name: str) -> str | None:
     """Returns the format's dtype of a payload or of scales, which calls may pass as uint8 arrays of their bytes; None
-    for other operands and results. `name`: the operand's or result's."""
+    for other operands and results. `name`: the name of the operand or result."""
     part = {"data": "data", "inv": "scale"}.get(name.rsplit("_", 1)[-1])
     if part is None:
         return None
@@ -110,8 +110,9 @@ def stored_dtype(params: dict[str, Any], name: str) -> str | None:
 
 
 def copies(op: str, params: dict[str, Any], results: dict[str, Any]) -> dict[str, checks.Copy]:
-    """Returns the copies that a call of quantize made, by the names of their payloads. None of a source, whose values
-    were never stored, of several examples, as under vmap, and none that was transformed before."""
+    """Returns the copies that a call of quantize made, by the names of their payloads. It returns none for a source,
+    whose values were never stored, none for several examples under vmap, and no copy that was transformed before it was
+    quantized."""
     if op != "quantize" or params["source"] is not None or params["batch"].rank:
         return {}
     quantizer, found = params["quantizer"], {}
@@ -150,8 +151,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def options(op: str, params: dict[str, Any], results: Sequence[Any]) -> dict[str, Any] | None:
-    """Returns the options of the row `op` of the lab's table of operations. None for an op without a row, and for one
-    call on several examples, as under vmap. `results`: arrays."""
+    """Returns the options of the row `op` of the lab's table; None for an op without a row, or for a call on several
+    examples under vmap. `results`: the call's results."""
     if op not in _OPTIONS or params["batch"].rank:
         return None
     of = {k: int(v) if isinstance(v, np.integer) else v for k, v in params.items()}
@@ -162,11 +163,11 @@ def options(op: str, params: dict[str, Any], results: Sequence[Any]) -> dict[str
     return {name: of[name] for name in _OPTIONS[op]}
 
 
-# --- calls that are computed again ---
+# --- replay ---
 
 
 class Call(NamedTuple):
-    """A call as a row of the table. `options`: None if it cannot be computed again."""
+    """A call as a row of the table. `options`: the row's options, None if the call cannot be computed again."""
 
     row: str
     options: dict[str, Any] | None
@@ -175,17 +176,18 @@ class Call(NamedTuple):
 
 
 def described(op: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Call:
-    """Describes a call. `op`: the primitive's name without its prefix. `ins`, `outs`: its operands and results."""
+    """Returns the description of a call. `op`: the primitive's name without its prefix. `ins`: operands. `outs`:
+    results."""
     operands, results = names(op, params, len(ins), len(outs))
     named = dict(zip(operands, ins, strict=True)), dict(zip(results, outs, strict=True))
     return Call(op, options(op, params, outs), *named)
 
 
 def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
-    """Computes an operation on these operands. Returns all of its results, by name.
+    """Computes an operation on these operands. Returns all of its results by name.
 
-    **Raises** ReplayError for operands or results that are not those of the operation, and the errors of the operation
-    for operands that do not fit.
+    **Raises** ReplayError if operands are missing or a recorded result is not computed, and the operation's own errors
+    if the operands do not fit.
     """
     x = Operands(_widened(op, x))
     params = _params(op.kind, op.options, x)
@@ -197,7 +199,8 @@ def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
 
 
 def _widened(op: Op, x: dict[str, Array]) -> dict[str, Array]:
-    """The primitive activation_grad returns x's dtype. A wider result is that of x in the wider dtype."""
+    """Returns the operands with x cast to a wider result's dtype, since the primitive activation_grad returns x's
+    dtype."""
     if op.kind != "activation_grad" or "x" not in x:
         return x
     have, want = x["x"].dtype, jnp.dtype(op.options["dtype"])
@@ -207,7 +210,7 @@ def _widened(op: Op, x: dict[str, Array]) -> dict[str, Array]:
 
 
 def _params(kind: str, options: dict[str, Any], x: dict[str, Array]) -> dict[str, Any]:
-    """Returns a primitive's parameters, but for `batch`."""
+    """Returns a primitive's parameters, except `batch`."""
     params = dict(options)
     params |= {k: float(options[k]).hex() for k in ("alpha", "beta", "fp8_max") if k in options}
     if options.get("source") is not None:

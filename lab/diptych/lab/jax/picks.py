@@ -1,8 +1,8 @@
 """Recognizes equations that pick an element for each target along one axis, and cross entropy, which is made of them.
 
 Elements are picked by an index, as in `jnp.take_along_axis` and `x[jnp.arange(n), targets]`, or by a sum of products
-with an array that is 1 at the targets and 0 elsewhere. Targets are what the user has: negative ones, from which JAX
-counts from the end, are not looked at here.
+with a one-hot array of the targets. Recognized targets are the user's own integers: the step by which JAX makes
+negative ones count from the end is skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from diptych.lab.jax.walk import Walk, exact
 
 
 class Picked(NamedTuple):
-    """An array of the elements of `x` at `targets` along `axis`. `places`: for each axis of the array, that of x, or -1
-    if it has one element."""
+    """An array of the elements of `x` at `targets` along `axis`. `places`: the axis of x for each axis of the array, or
+    -1 for an axis with one element."""
 
     x: Any
     axis: int
@@ -29,7 +29,8 @@ class Picked(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """`factor` times -log_softmax(logits)[targets]. `places`: as `Picked` has them; other axes are summed."""
+    """An array of `factor` times -log_softmax(logits)[targets]. `places`: see `Picked`; axes of the targets that are
+    not in it are summed."""
 
     logits: Any
     axis: int
@@ -39,7 +40,8 @@ class Loss(NamedTuple):
 
 
 def cross_entropy(walk: Walk, v: Any) -> tuple[Loss, str] | None:
-    """Returns what `v` is the cross entropy of, and how it is reduced: "none", "sum" or "mean". Else returns None."""
+    """Returns the loss whose cross entropy `v` is, and its reduction ("none", "sum" or "mean"), or None if there is
+    none."""
     found = _loss(walk, v)
     if found is None or v.aval.dtype != found.logits.aval.dtype:
         return None
@@ -57,13 +59,13 @@ def _kept(x: Any, axis: int) -> list[int]:
 
 
 def _same(v: Any, places: Sequence[int], of: Picked | Loss) -> bool:
-    """Whether an array has the axes of the targets, in their order."""
+    """Returns whether an array has the axes of the targets, in their order."""
     x = of.logits if isinstance(of, Loss) else of.x
     return _has(v, places, _kept(x, of.axis), x.aval.shape)
 
 
 def _has(v: Any, places: Sequence[int], want: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether the axes of `v` are those of an array [*shape], in this order."""
+    """Returns whether the axes of `v` are the axes `want` of an array [*shape], in this order."""
     sizes = tuple(shape[d] for d in want)
     return tuple(v.aval.shape) == sizes and all(p == d or shape[d] == 1 for p, d in zip(places, want, strict=True))
 
@@ -72,7 +74,8 @@ def _has(v: Any, places: Sequence[int], want: Sequence[int], shape: Sequence[int
 
 
 def _loss(walk: Walk, v: Any, depth: int = 8) -> Loss | None:
-    """Returns what a variable is of a cross entropy: a multiple, with axes of one element more, or summed."""
+    """Returns the loss that a variable holds, perhaps multiplied by a constant, with added axes of size 1, or summed;
+    None if it holds no cross entropy."""
     if (found := _of_log_softmax(walk, v)) is not None:
         return found
     e = walk.made(v, "sub", "neg", "mul", "div", "reduce_sum", "squeeze", "reshape", "copy", "convert_element_type")
@@ -97,7 +100,7 @@ def _loss(walk: Walk, v: Any, depth: int = 8) -> Loss | None:
 
 
 def _of_log_softmax(walk: Walk, v: Any) -> Loss | None:
-    """The log-probabilities at the targets, or their negatives."""
+    """Recognizes log-probabilities at the targets, or their negatives."""
     if (found := picked(walk, v)) is None:
         return None
     factor, x = -1.0, found.x
@@ -114,12 +117,12 @@ def _of_log_softmax(walk: Walk, v: Any) -> Loss | None:
 
 
 def _of_logsumexp(walk: Walk, total: Any, at: Any, factor: float) -> Loss | None:
-    """The logarithm of the sum of exponentials, less the logits at the targets."""
+    """Recognizes the logarithm of the sum of exponentials minus the logits at the targets."""
     if literal(total) or literal(at) or total.aval.shape != at.aval.shape or (found := picked(walk, at)) is None:
         return None
     x, shape = found.x, tuple(found.x.aval.shape)
     of = walk.logsumexp(total, shape, found.places)
-    if of is None:  # both are of the logits minus their largest value
+    if of is None:  # both may be computed from the logits minus their maximum
         of = walk.reduced(total, shape, "reduce_sum", log=True, places=found.places)
         if of is None or walk.summed_exp(of) is not x or (of := walk.shifted(x)) is None:
             return None
@@ -128,11 +131,11 @@ def _of_logsumexp(walk: Walk, total: Any, at: Any, factor: float) -> Loss | None
     return Loss(of.x, of.axis, found.targets, found.places, factor) if of.axis == found.axis else None
 
 
-# --- what is picked ---
+# --- picked elements ---
 
 
 def picked(walk: Walk, v: Any, depth: int = 4) -> Picked | None:
-    """Returns what a variable has picked, else None."""
+    """Returns the elements that a variable holds as picked from an array, None if it holds none."""
     e = walk.made(v, "gather", "dynamic_slice", "reduce_sum", "squeeze", "reshape", "broadcast_in_dim",
                   "convert_element_type")  # fmt: skip
     if e is None or not depth:
@@ -159,7 +162,7 @@ def picked(walk: Walk, v: Any, depth: int = 4) -> Picked | None:
 
 
 def _placed(places: Sequence[int], of: Any, v: Any) -> tuple[int, ...] | None:
-    """Returns the places of the axes of an array with the elements of another one in their order, or None."""
+    """Returns the places of the axes of `v`, which has the elements of `of` in the same order; None if it does not."""
     wide = [p for p, n in zip(places, of.aval.shape, strict=True) if n != 1]
     if [n for n in of.aval.shape if n != 1] != [n for n in v.aval.shape if n != 1]:
         return None
@@ -168,7 +171,7 @@ def _placed(places: Sequence[int], of: Any, v: Any) -> tuple[int, ...] | None:
 
 
 def _takes_all(walk: Walk, e: Any) -> bool:
-    """Whether a gather has all elements of an array with one element along one axis, without that axis."""
+    """Returns whether a gather removes one axis with one element from an array, and keeps all elements."""
     shape, d, at = tuple(e.invars[0].aval.shape), e.params["dimension_numbers"], e.invars[1]
     while (found := walk.moved(at, [-1] * len(at.aval.shape))) is not None:
         at = found[0]
@@ -178,7 +181,7 @@ def _takes_all(walk: Walk, e: Any) -> bool:
 
 
 def _by_product(walk: Walk, e: Any, product: Any = None) -> Picked | None:
-    """x times an array that is 1 at the targets and 0 elsewhere, summed over one axis or all."""
+    """Recognizes x times a one-hot array of the targets, summed over the axis of the classes or over more axes."""
     product = e.invars[0] if product is None else product
     axes, shape = e.params["axes"], tuple(product.aval.shape)
     if (made := walk.made(product, "mul")) is None:
@@ -193,7 +196,7 @@ def _by_product(walk: Walk, e: Any, product: Any = None) -> Picked | None:
 
 
 def _one_hot(walk: Walk, v: Any, shape: tuple[int, ...]) -> tuple[int, Any] | None:
-    """Returns the axis and the targets if `v` [*shape] is 1 at each target along one axis, and 0 elsewhere."""
+    """Returns the axis and the targets if `v` [*shape] is 1 at each target along one axis and 0 elsewhere."""
     v = walk.uncast(walk.uncast(v))
     if (e := walk.made(v, "select_n")) is not None and len(e.invars) == 3:
         if [walk.filled(u) for u in e.invars[1:]] != [0, 1]:
@@ -212,7 +215,7 @@ def _one_hot(walk: Walk, v: Any, shape: tuple[int, ...]) -> tuple[int, Any] | No
 
 
 def _sliced(walk: Walk, e: Any) -> Picked | None:
-    """One element of a vector."""
+    """Recognizes one element of a vector."""
     x, *at = e.invars
     if tuple(e.params["slice_sizes"]) != (1,) or len(at) != 1:
         return None
@@ -221,7 +224,7 @@ def _sliced(walk: Walk, e: Any) -> Picked | None:
 
 
 def _gathered(walk: Walk, e: Any) -> Picked | None:
-    """One element for each index. All axes of x but one are gone through in step with axes of the indices."""
+    """Recognizes one element for each index; all axes of x except one are enumerated in step with the indices' axes."""
     (x, at), d, out = e.invars, e.params["dimension_numbers"], e.outvars[0].aval.shape
     shape = tuple(x.aval.shape)
     if any(n != 1 for n in e.params["slice_sizes"]):
@@ -248,7 +251,7 @@ def _gathered(walk: Walk, e: Any) -> Picked | None:
 
 
 def _parts(walk: Walk, at: Any, count: int) -> list[Any]:
-    """Returns the variables that are side by side in the last axis of indices."""
+    """Returns the variables that are concatenated along the last axis of indices."""
     if at.aval.shape[-1] == count == 1:
         return [at]
     e = walk.made(at, "concatenate")
@@ -258,8 +261,8 @@ def _parts(walk: Walk, at: Any, count: int) -> list[Any]:
 
 
 def _counts(walk: Walk, v: Any, places: Sequence[int], shape: Sequence[int], size: int | None = None) -> int | None:
-    """Returns the place of the axis along which an array is 0, 1, 2, ..., as many as there are; else None. `size`: how
-    many these must be."""
+    """Returns the place of the axis along which an array is 0, 1, 2, ... to the axis's end, else None. `size`: the
+    required length of the axis."""
     if v is None or literal(v):
         return None
     at = list(places)
@@ -272,7 +275,7 @@ def _counts(walk: Walk, v: Any, places: Sequence[int], shape: Sequence[int], siz
 
 
 def _counted_from_start(walk: Walk, v: Any, size: int | None) -> Any:
-    """Returns indices from which those have been made that count from the end of an axis if they are negative."""
+    """Returns the user's indices, from which `v` was made by adding `size` to negative ones; else `v` itself."""
     e = walk.made(v, "select_n")
     if e is None or len(e.invars) != 3 or size is None:
         return v
@@ -283,8 +286,8 @@ def _counted_from_start(walk: Walk, v: Any, size: int | None) -> Any:
 
 
 def _targets(walk: Walk, v: Any, places: Sequence[int], want: Sequence[int], shape: Sequence[int], classes: int) -> Any:
-    """Returns the integers that indices along an axis of an array [*shape] are made of, with its other axes `want`;
-    None if these are no integers that the user has."""
+    """Returns the user's integer array from which indices along an axis of an array [*shape] are made, and whose axes
+    are that array's other axes, `want`; None if there is none."""
     at = list(places)
     while not literal(v) and jnp.issubdtype(v.aval.dtype, jnp.integer) and classes - 1 <= jnp.iinfo(v.aval.dtype).max:
         if (kept := _counted_from_start(walk, v, classes)) is not v:

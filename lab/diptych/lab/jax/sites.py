@@ -1,5 +1,5 @@
-"""The sites of a step: the unfolding of a program's observations into entries, how calls are numbered, and from which
-others each of them is computed."""
+"""The sites of a step: a program's observations are unfolded into entries, whose calls are numbered and whose inputs
+are the entries that they are computed from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from diptych.lab.traces import Site
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Observed(Leaf):
-    """An observed array. `tap`: the number of its tap, which its gradient shares. `operation`: what computed it from
-    the leaves in `refs`, as a trace has it, or None."""
+    """An observed array. `tap`: the number of its tap, which its gradient shares. `operation`: the operation that
+    computed it from the leaves in `refs`, as a trace records it, or None."""
 
     name: str
     kind: str
@@ -31,7 +31,8 @@ class Observed(Leaf):
 
 
 class Found(NamedTuple):
-    """An entry whose arrays begin at position `start`, with indices `at` of scans and shards."""
+    """An entry. Its arrays begin at position `start` of the extra results; `at`: its indices in the axes of scans,
+    shards."""
 
     site: Site
     start: int
@@ -41,12 +42,13 @@ class Found(NamedTuple):
 def unfolded(
     body: Body, flags: Callable[[int], np.ndarray] | None, numbers: list[tuple[Site, int]] | None = None
 ) -> list[Found]:
-    """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
+    """Returns the entries of a body in order. `numbers`: receives each site with its leaf's number, in the same
+    order."""
     emitted, ancestors, calls, open_ = [], [], common.Calls(), collections.defaultdict(list)
 
     def emit(leaf: Observed, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
         site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, ())  # type: ignore[arg-type]
-        if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
+        if leaf.kind.endswith("_grad"):  # a gradient has the call of its array
             if not (of := open_[leaf.tap, at, suffix]):
                 what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
                 message = f"capture: leaves out a gradient of {leaf.name}: {what}"
@@ -73,7 +75,8 @@ def unfolded(
 
 
 def _parameter_gradients_last(found: list[tuple[Found, int]]) -> list[tuple[Found, int]]:
-    """Moves gradients of parameters to the end, in the parameters' order, unless other sites are computed from them."""
+    """Returns the entries with parameters' gradients last, in the parameters' order, unless other sites depend on
+    them."""
     ours = {f.site.key for f, _ in found if f.site.kind == "parameter_grad"}
     rest = [x for x in found if x[0].site.key not in ours]
     if any(ours & set(f.site.inputs or ()) for f, _ in found):
@@ -88,27 +91,28 @@ def _parameter_gradients_last(found: list[tuple[Found, int]]) -> list[tuple[Foun
 
 @dataclasses.dataclass(eq=False)
 class Met:
-    """The ancestors of one value on several shards. Shards are unfolded in turn, and each adds its own to `deps`."""
+    """The ancestors of one value on several shards. Shards are unfolded in turn; each adds its ancestors to `deps`."""
 
     deps: set[Any] = dataclasses.field(default_factory=set)
 
 
 Deps = frozenset[Any]
-"""The nearest recorded ancestors of a value: numbers of entries, and a `Met` for what other shards may still add."""
+"""The nearest recorded ancestors of a value: numbers of entries, and a `Met` to which other shards may still add."""
 
 
 class Stacked(list[Any]):
-    """The ancestors of an array with an item for each iteration of a scan."""
+    """The ancestors of an array with one item for each iteration of a scan."""
 
 
 Emit = Callable[[Observed, int, tuple[int, ...], str, Deps], Deps]
-"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the number of its entry, or the
-ancestors if it has none."""
+"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the set of its entry's number, or
+the ancestors if it has no entry."""
 
 
 @dataclasses.dataclass
 class Unfolding:
-    """`flags`: the extra results that say which branch ran and how often, by position; None takes every branch."""
+    """The unfolding of a program. `flags`: returns, by position, the extra results that hold the branch that ran or the
+    number of iterations; None unfolds every branch."""
 
     emit: Emit
     flags: Callable[[int], np.ndarray] | None
@@ -161,7 +165,7 @@ class Unfolding:
         return [frozenset().union(*map(_flat, of_branches)) for of_branches in zip(*outs, strict=True)]
 
     def _while(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
-        """The last iteration. What earlier ones computed has the loop's operands as ancestors."""
+        """Unfolds the last iteration. Values of earlier iterations have all of the loop's operands as ancestors."""
         consts, state = operands[: node.consts], operands[node.consts :]
         if self.flags is not None and not self.flags(start)[at]:
             return state
@@ -180,8 +184,9 @@ class Unfolding:
 
 @dataclasses.dataclass
 class _Place:
-    """The shard that is unfolded, by mesh axis. `emitted`: what `emit` returned for leaves. `meetings`: the
-    ancestors to which several shards add. `depth`: of a leaf's indices, those from there on follow the shard's."""
+    """The shard that is being unfolded: `where` has its index by mesh axis. `emitted`: the results of `emit`.
+    `meetings`: ancestors to which several shards add. `depth`: the number of a leaf's leading indices up to the shard's
+    own."""
 
     where: dict[str, int]
     emitted: dict[Any, Deps]
@@ -189,12 +194,12 @@ class _Place:
     depth: int = 0
 
     def key(self, what: Any, shared: Iterable[str], at: tuple[int, ...]) -> Any:
-        """Returns a key of the value `what`, which this shard and those along the axes `shared` have in common."""
+        """Returns a key of the value `what`, equal for all shards along the axes `shared`."""
         return what, at[self.depth :], tuple((axis, i) for axis, i in self.where.items() if axis not in shared)
 
     def met(self, what: Any, shared: Set[str], at: tuple[int, ...], deps: Deps) -> Deps:
-        """Adds `deps`, this shard's ancestors of the value `what`, to those of the shards along the axes `shared`, and
-        returns all of them. Without such axes they are `deps` alone."""
+        """Adds `deps`, this shard's ancestors of the value `what`, to those of the shards along the axes `shared`.
+        Returns all of them, or `deps` if there are no such axes."""
         if shared.isdisjoint(self.where):
             return deps
         found = self.meetings.setdefault(self.key(what, shared, at), Met())
@@ -207,14 +212,15 @@ class _Place:
 
 
 def unfold(body: Body, emit: Emit, flags: Callable[[int], np.ndarray] | None) -> None:
-    """Emits a program's leaves in the order of computation, but shard after shard."""
+    """Emits a program's leaves in the order of computation, one shard after the other."""
     nothing: Deps = frozenset()
     operands = [nothing] * (1 + max((r for b in [body] for r in _operands(b)), default=-1))
     Unfolding(emit, flags).body(body, operands, 0, (), _Place({}, {}, {}))
 
 
 def ordered(deps: Sequence[Deps]) -> Iterator[tuple[int, list[int]]]:
-    """Yields each entry's number and its ancestors' numbers, every entry after its ancestors, else as numbered.
+    """Yields each entry's number and its ancestors' numbers. Every entry follows its ancestors; otherwise the order is
+    that of numbers.
 
     **Arguments:** `deps`: the ancestors of each entry, by its number.
     """
@@ -230,7 +236,7 @@ def ordered(deps: Sequence[Deps]) -> Iterator[tuple[int, list[int]]]:
 
 
 def _numbers(deps: Deps) -> set[int]:
-    """Returns the numbers of entries among ancestors, with those that shards have added."""
+    """Returns the numbers of entries among ancestors, including those that other shards have added."""
     found, seen, todo = set(), set(), list(deps)
     while todo:
         if not isinstance(one := todo.pop(), Met):

@@ -1,4 +1,4 @@
-"""Hashes and statistics of recorded arrays, each array's computed on its device and packed into a vector of words."""
+"""Hashes and statistics of recorded arrays, computed on each array's device and packed into a vector of words."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HASH_WORDS = 4
 
 
 def observed(x: Array, with_statistics: bool, quantized: tuple[Array, Copy] | None = None) -> Array:
-    """Returns the hash of x and, if asked for, what `decoded` needs for its statistics; uint32 [words]. `quantized`: if
-    x is a payload, what was quantized and the copy that it belongs to."""
+    """Returns the hash of x and, if `with_statistics`, the numbers that `decoded` needs for statistics; uint32 [words].
+    `quantized`: if x is a payload, its original and the copy that it belongs to."""
     words = [_words(hash(x))]
     if not with_statistics:
         return jnp.concatenate(words)
@@ -30,7 +30,7 @@ def observed(x: Array, with_statistics: bool, quantized: tuple[Array, Copy] | No
 
 
 def decoded(words: np.ndarray, site: Site) -> tuple[str, Statistics | None]:
-    """Returns the hash as hexadecimal digits, and the statistics or None, from what `observed` returned."""
+    """Returns the hash as hexadecimal digits, and the statistics or None, from the result of `observed`."""
     digits = capture.digits(words[:HASH_WORDS])
     if len(words) == HASH_WORDS:
         return digits, None
@@ -44,7 +44,7 @@ def _words(x: Array) -> Array:
 
 
 def _errors(x: Array, copy: Copy) -> list[Array]:
-    """Returns the words of what `capture.quantization` takes, of an array and one copy of it."""
+    """Returns the words of an original's statistics and a copy's errors, which `capture.quantization` takes."""
     element = format_by_name(copy.format).element
     full = jnp.full(copy.data.shape, capture.largest_byte(element), jnp.uint8)
     full = jax.lax.bitcast_convert_type(full, copy.data.dtype)

@@ -1,4 +1,4 @@
-"""Structures of arrays that modules take and return: where in them an array is, and how taps replace it."""
+"""Structures of arrays that modules take and return: the places of their arrays, and the insertion of taps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from diptych.lab.bisect.forward import Slot
 
 
 def placed(value: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns the leaves of a structure, each with its place as torch's captures spell it, such as '["logits"][0]',
-    where fields are the entries of a dict; and the structure."""
+    """Returns the leaves of a structure with their places, and the structure's treedef. A place is spelled as in
+    torch's captures, such as '["logits"][0]', where a field is written like an entry of a dict."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(value)
     return [("".join(map(_place, keys)), leaf) for keys, leaf in leaves], tree
 
@@ -23,10 +23,10 @@ def _place(key: Any) -> str:
 
 
 def described(value: Any, tap: Callable[[Any, str], tuple[Any, Slot] | None], place: str = "") -> tuple[Any, Any]:
-    """Returns an argument with taps on the arrays in it, and what it is, with slots in their place.
+    """Returns an argument with taps on its arrays, and its description with slots in place of the arrays.
 
-    **Arguments:** `tap(array, place)`: what stands for an array and its slot, None for what gets no tap. A list or dict
-    without taps stays the object that it is, since a module may fill it for its caller.
+    **Arguments:** `tap(array, place)`: returns the tapped array and its slot, None for a value without a tap. A list or
+    dict without taps remains the same object, since a module may fill it for its caller.
     """
     keys: Any = None
     if type(value) in (tuple, list):

@@ -1,6 +1,6 @@
-"""The operations of `diptych.lab.replay.table` that are JAX's own, in plain JAX: their source text stands alone.
+"""The frameworks' operations of `diptych.lab.replay.table` in plain JAX. The source text of each function stands alone.
 
-Each function takes the row's operands by their names and its options by keyword, and returns the result `out`.
+A function takes the row's operands by name and the row's options as keyword arguments, and returns the result `out`.
 """
 
 from __future__ import annotations
@@ -131,4 +131,4 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
         cross_entropy,
     )
 }  # fmt: skip
-"""By the names of their rows."""
+"""The functions by the names of their rows."""

@@ -1,5 +1,5 @@
-"""The primitives of taps. A tap marks an array of a traced function for the capture, and its gradient for the backward
-pass; it returns its operand.
+"""The primitives of taps. A tap returns its operand. It marks an array of a traced function for a capture, and in the
+backward pass the array's gradient.
 
 A tap compiles to nothing. `diptych.lab.jax.observe` replaces taps by observations, after JAX has differentiated and
 batched the function that contains them.
@@ -16,29 +16,29 @@ from jax.interpreters import ad, batching, mlir
 
 Array = jax.Array
 SCOPE = "diptych:"
-"""Begins the name of a `jax.named_scope` around a module; the rest is the module's path."""
+"""The prefix of the name of a `jax.named_scope` around a module; the module's path follows."""
 
 tap_p = Primitive("lab_tap")
-"""Marks its operand. Parameters: `tap`, its number; `name` and `kind` of the site; `grad`, the kind of the site of its
-gradient, or "" if that is not observed; `order`, the axes of the operand in the order in which they are recorded, those
-of a `vmap` first."""
+"""Marks its operand. Parameters: `tap`, the tap's number; `name` and `kind` of the site; `grad`, the kind of the
+gradient's site, or "" if the gradient is not observed; `order`, the operand's axes in the order in which they are
+recorded, beginning with those of a `vmap`."""
 tangent_p = Primitive("lab_tangent")
-"""The tap of a tangent. It is linear; its transposition taps the gradient. Parameters as those of `tap_p`."""
+"""The tap of a tangent. It is linear, and its transposition taps the gradient. It has the parameters of `tap_p`."""
 
 called_p = Primitive("lab_called")
 """Marks its first operand as the result of a module that computes an operation, and the others as the operation's
-operands. Parameters: `name` and `operation`, as the leaves of sites have them; `operands`, their names; `orders` of the
-operands and the result as `order` above, and `ranks`, their numbers of axes without those of a `vmap`."""
+operands. Parameters: `name` and `operation` of the sites' leaves; `operands`, the operands' names; `orders`, `order` of
+the result and of each operand; `ranks`, their numbers of axes without those of a `vmap`."""
 ROW = "diptych_row"
-"""The name of a `jax.named_scope` around what a module does to compute such an operation."""
+"""The name of the `jax.named_scope` around the equations of a module that computes such an operation."""
 
 
 NUMBERS = itertools.count()
-"""Yields the number of each new tap, which no other tap of the process has."""
+"""Yields numbers of new taps, which are unique in the process."""
 
 
 def tap(x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
-    """Returns the array `x`, marked. `number`: the tap's, one of `NUMBERS`."""
+    """Returns the array `x` with a tap. `number`: the tap's number from `NUMBERS`, by default a new one."""
     number = next(NUMBERS) if number is None else number
     return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=number, order=tuple(range(x.ndim)))
 
@@ -60,7 +60,7 @@ def _batched(prim: Primitive) -> Any:
 
 
 def _behind(order: tuple[int, ...], d: int | None) -> tuple[int, ...]:
-    """Returns an order with the new axis `d` in front."""
+    """Returns the order with the new axis `d` in front."""
     return order if d is None else (d, *(axis + (axis >= d) for axis in order))
 
 

@@ -1,8 +1,8 @@
-"""Puts taps into a function while JAX traces it: on modules' outputs, on what is differentiated, and on losses.
+"""Inserts taps into a function while JAX traces it: on modules' outputs, on differentiated arguments, and on losses.
 
-The function is not changed: while it is traced, flax's interceptors, `__call__` of nnx and equinox modules and JAX's
-`vjp` lead through here. Each framework is used only if the user has imported it. Traces of a capture have a context of
-their own, so that functions under `jax.jit` that were compiled before are traced anew, and keep their compiled code.
+The function is not changed. While it is traced, flax's interceptors, `__call__` of nnx and equinox modules and JAX's
+`vjp` call the hooks in this file. A library is hooked only if the user has imported it. A capture traces in a context
+of its own, so that functions under `jax.jit` that were compiled before are traced again, and keep their compiled code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diptych.lab.jax.tap_primitives import NUMBERS, ROW, SCOPE, called, tap
 from diptych.lab.traces import is_recorded
 
 PATH = "_diptych_path"
-"""An attribute of nnx modules with their paths; flax hands it down to the copies that its transformations make."""
+"""The attribute of an nnx module that holds its path. Flax passes it to the copies that its transformations make."""
 
 _context = jax.make_user_context(None)
 _tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("diptych_tracing", default=None)
@@ -40,8 +40,8 @@ _lock = threading.RLock()
 
 @dataclasses.dataclass
 class _Frame:
-    """A module that runs. `inner`: whether another module with its path has run in it, whose outputs are recorded.
-    `number`: of its call in `Tracing.calls`."""
+    """A running module. `inner`: whether another module with the same path has run inside of it; that module's outputs
+    are recorded. `number`: the position of its call in `Tracing.calls`."""
 
     owner: Any
     path: str
@@ -50,11 +50,11 @@ class _Frame:
 
 
 class Tracing:
-    """What traces of one capture have in common. `watched`: the paths of modules whose inputs get taps.
+    """The state of one capture's traces.
 
-    `functions`: whether modules' operations are recorded. `calls`: of the watched modules, in the last trace;
-    `outputs`: the numbers of the taps of what each returned, by its position. JAX may trace a module more often than it
-    runs: the taps of such calls are in no program.
+    `watched`: the paths of modules whose inputs get taps. `functions`: whether modules' operations are recorded.
+    `calls`: the calls of watched modules in the last trace. `outputs`: the numbers of the taps on a call's outputs, by
+    the call's position. JAX may trace a module more often than the module runs; taps of such calls are in no program.
     """
 
     def __init__(self, sites: str, functions: bool = False, watched: Collection[str] = ()) -> None:
@@ -73,7 +73,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inserts taps into what is traced in this context."""
+        """Inserts taps into everything that is traced in this context."""
         with _lock, contextlib.ExitStack() as stack:
             self._begin()
             token = _tracing.set(self)
@@ -89,7 +89,7 @@ class Tracing:
     def module(self, owner: Any, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module and returns its output with taps."""
         top = self._frames[-1] if self._frames else None
-        if top is not None and top.owner is owner:  # a method of its base class
+        if top is not None and top.owner is owner:  # a base class's `__call__`, which the module itself calls
             return run(*args, **kwargs)
         if top is not None and top.path == path:
             top.inner = True
@@ -126,12 +126,12 @@ class Tracing:
         )
 
     def _tap(self, x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
-        of_forward = self.functions and _inexact(x)  # marks what the forward pass is, whether it is a site or not
+        of_forward = self.functions and _inexact(x)  # a tap that is no site still marks the forward pass
         site = isinstance(x, jax.Array) and (of_forward or is_site(self.sites, name, str(x.dtype)))
         return tap(x, name, kind, grad, number) if site else x
 
     def _inputs(self, frame: _Frame, args: Any, kwargs: Any) -> Any:
-        """Returns a module's arguments with taps, and notes its call."""
+        """Returns a module's arguments with taps, and appends its call to `calls`."""
         frame.number = len(self.calls)
         prefix = f"{named(frame.path)}/call:{frame.number}"
 
@@ -156,14 +156,14 @@ class Tracing:
     # --- parameters ---
 
     def held(self, named_parameters: Iterator[tuple[str, Any]]) -> None:
-        """Records the parameters of a model that is not differentiated, once."""
+        """Records the parameters of a model that is not differentiated, each once."""
         for name, x in named_parameters:
             if name not in self._parameters:
                 self._parameters.add(name)
                 self._tap(x, name, "parameter")
 
     def differentiated(self, fun: Callable[..., Any], primals: Any, has_aux: bool) -> Callable[..., Any]:
-        """Returns `fun` with taps on its arguments, which are parameters, and on a scalar result, the loss."""
+        """Returns `fun` with taps on its arguments, which are parameters, and on a scalar result, which is the loss."""
         names = names_of(primals)
         self._parameters.update(names)
 
@@ -185,7 +185,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """In this context nothing else that is differentiated counts as parameters."""
+        """Returns a context in which arguments of nested differentiations are not taken for parameters."""
         self._differentiated += 1
         try:
             yield
@@ -195,22 +195,22 @@ class Tracing:
     # --- paths of nnx modules ---
 
     def path(self, module: Any) -> str:
-        """Returns the path of an nnx module. One without a mark is a model of its own, or was made while its parent
-        ran."""
+        """Returns the path of an nnx module. A module without a mark is a model of its own, or a new child of a running
+        one."""
         if PATH not in vars(module):
             parent = "/".join(filter(None, (self._frames[-1].path, type(module).__name__))) if self._frames else ""
             self.mark(module, parent)
         return vars(module)[PATH]
 
     def mark(self, root: Any, prefix: str) -> None:
-        """Gives the modules of a graph their paths."""
+        """Marks the modules of a graph with their paths."""
         for path, module in _nnx().iter_modules(root):
             if PATH not in vars(module):
                 vars(module)[PATH] = "/".join(map(str, filter(None, (prefix, *map(str, path)))))
                 self._marked.append(module)
 
     def path_in_parent(self, module: Any) -> str:
-        """Returns the path of an equinox module: where the module that runs holds it."""
+        """Returns the path of an equinox module, from its place in the fields of the running module."""
         if not self._frames:
             return ""
         parent = self._frames[-1]
@@ -219,7 +219,7 @@ class Tracing:
         return "/".join(filter(None, (parent.path, *found)))
 
     def unmark(self, *roots: Any) -> None:
-        """Takes all marks away, also from modules of these graphs."""
+        """Removes all marks, including those of modules in these graphs."""
         for root in roots:
             self._marked += [module for _, module in _nnx().iter_modules(root)]
         for module in self._marked:
@@ -228,7 +228,7 @@ class Tracing:
 
 
 def is_site(sites: str, name: str, dtype: str) -> bool:
-    """Whether a pattern of sites matches a name, and a trace has the array's dtype."""
+    """Returns whether a pattern of sites matches a name, and traces can hold the array's dtype."""
     return is_recorded(dtype) and wanted(sites, name)
 
 
@@ -237,8 +237,8 @@ def _inexact(x: Any) -> bool:
 
 
 def names_of(primals: Any) -> list[str]:
-    """Returns a name for each leaf of differentiated arguments: its path in its argument, with the argument's position
-    in front if the names would not differ otherwise."""
+    """Returns a name for each leaf of differentiated arguments: its path within its argument, preceded by the
+    argument's position if the names would not be unique otherwise."""
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(primals)[0]]
     names = ["/".join(_parts(path[1:])) for path in keys]
     if len(set(names)) == len(names) and all(names):
@@ -247,7 +247,7 @@ def names_of(primals: Any) -> list[str]:
 
 
 def _parts(path: Any) -> list[str]:
-    """Returns the parts of a path, without those that flax adds to name its containers."""
+    """Returns the parts of a path, without those that flax adds for its containers."""
     parts, flax = list(path), "flax" in sys.modules
     if flax and len(parts) > 1 and getattr(parts[0], "name", "") == "states":  # nnx: .states[0]
         parts = parts[2:]
@@ -261,7 +261,8 @@ def _parts(path: Any) -> list[str]:
 
 
 def _hook_vjp(stack: contextlib.ExitStack) -> None:
-    """`jax.grad` and `jax.value_and_grad` call a function of the name `vjp` in their own module."""
+    """Replaces `jax.vjp`, and `vjp` in the module of `jax.grad` and `jax.value_and_grad`, which call it by that
+    name."""
     inside = inspect.unwrap(jax.value_and_grad).__globals__
     found = inside.get("vjp")
     if not callable(found):
@@ -276,7 +277,7 @@ def _hook_vjp(stack: contextlib.ExitStack) -> None:
 
 
 def _hooked(vjp: Any, wrapped: bool) -> Any:
-    """`wrapped`: whether the pullback may be a function of another type."""
+    """Returns `vjp` with taps. `wrapped`: whether the pullback may be replaced by a plain function."""
 
     @functools.wraps(vjp)
     def hooked(fun: Any, *primals: Any, **options: Any) -> Any:
@@ -331,13 +332,14 @@ def _hook_nnx(stack: contextlib.ExitStack) -> None:
 
 
 def _hook_equinox(stack: contextlib.ExitStack) -> None:
-    """Equinox modules are found by identity in the fields of the module that runs; others are models of their own."""
+    """Hooks equinox modules. They are found by identity in the fields of the running module; others are whole
+    models."""
     if "equinox" not in sys.modules:
         return
 
     def run(tracing: Tracing, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         room = type(module).__module__
-        if room.startswith("equinox.") and not room.startswith("equinox.nn."):  # its wrappers of functions
+        if room.startswith("equinox.") and not room.startswith("equinox.nn."):  # equinox's wrappers of functions
             return call(*args, **kwargs)
         return tracing.module(module, tracing.path_in_parent(module), call, args, kwargs)
 

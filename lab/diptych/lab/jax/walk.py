@@ -1,4 +1,4 @@
-"""Follows equations of one jaxpr backward, from what they compute to what it is computed from."""
+"""Follows the equations of one jaxpr backward, from results to operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diptych.jax.jaxprs.flat import literal
 
 _SPREADS = ("pvary", "pcast")
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "copy", "convert_element_type", *_SPREADS)
-"""Primitives that keep their operand's values, in other places, in another dtype or for more devices."""
+"""Primitives that keep their operand's values: they change places, the dtype or the devices."""
 
 
 def is_float(dtype: Any) -> bool:
@@ -22,25 +22,25 @@ def is_float(dtype: Any) -> bool:
 
 
 def exact(dtype: Any, into: Any) -> bool:
-    """Whether each value of a float dtype is one of another dtype, which is wider than 8 bits."""
+    """Returns whether every value of a float dtype is representable in another one, which is wider than 8 bits."""
     if not is_float(into) or dtype.itemsize == 1:
         return is_float(into) and into.itemsize > 1
     return into.itemsize > 1 and jnp.promote_types(dtype, into) == into
 
 
 class Reduced(NamedTuple):
-    """A reduction of x over one axis."""
+    """An array x and the one axis over which it is reduced."""
 
     x: Any
     axis: int
 
 
 Makers = Mapping[Any, tuple[int | None, Any]]
-"""The equation that computes a variable, with its position; None: of a jaxpr around this one."""
+"""The equation that computes each variable, with its position, which is None in an enclosing jaxpr."""
 
 
 class Walk:
-    """Follows equations. `seen`: those that belong to the operation, by their positions."""
+    """Follows equations. `seen`: the equations that belong to the operation, by position."""
 
     def __init__(self, makers: Makers) -> None:
         self.makers = makers
@@ -56,20 +56,20 @@ class Walk:
         return eqn
 
     def constant(self, v: Any) -> float | None:
-        """Returns the value of a real scalar constant, which shard_map spreads over mesh axes; None for all else."""
+        """Returns the value of a real scalar constant, which shard_map may spread over mesh axes, or None."""
         if (e := self.made(v, *_SPREADS)) is not None:
             v = e.invars[0]
         return float(v.val) if literal(v) and np.ndim(v.val) == 0 and not np.iscomplexobj(v.val) else None
 
     def filled(self, v: Any) -> float | None:
-        """Returns the value of an array whose elements are all one constant; None for other variables."""
+        """Returns the one constant that all elements of an array are equal to, None if there is none."""
         while (found := self.constant(v)) is None and (e := self.made(v, *_MOVES)) is not None:
             v = e.invars[0]
         return found
 
     def product(self, v: Any, stop: Any = None, depth: int = 6) -> tuple[float, list[Any]]:
-        """Returns a variable as a constant times variables. `stop` is taken as it is, as is what is more than `depth`
-        equations away: powers of powers have many factors."""
+        """Returns a variable as (constant, factors). The variable `stop` is not factored further, nor is a variable
+        more than `depth` equations away, since powers of powers have many factors."""
         if (value := self.constant(v)) is not None:
             return value, []
         names = ("mul", "div", "neg", "copy", "square", "integer_pow")
@@ -87,7 +87,7 @@ class Walk:
         return math.prod([constant] * power) / (-1 if name == "neg" else divisor), parts * power
 
     def sum(self, v: Any) -> list[Any]:
-        """Returns the terms of an addition, or nothing."""
+        """Returns the two terms of an addition, [] for other variables."""
         e = self.made(v, "add")
         return [] if e is None else e.invars
 
@@ -96,10 +96,11 @@ class Walk:
         return v if e is None else e.invars[0]
 
     def moved(self, v: Any, places: Sequence[int]) -> tuple[Any, list[int]] | None:
-        """Returns what `v` is a copy of, in other places or another dtype, or None if it is none.
+        """Returns the variable that `v` is a copy of, with other places or another dtype, and its places; None if `v`
+        is no copy.
 
-        **Arguments:** `places`: for each axis of `v`, an axis of the array that is looked at, or -1. They are returned
-        for the result's axes. Axes with one element may become -1.
+        **Arguments:** `places`: for each axis of `v`, an axis of the array in question, or -1. An axis with one element
+        may become -1.
         """
         if len(places) != len(v.aval.shape) or (e := self.made(v, *_MOVES)) is None:
             return None
@@ -119,10 +120,11 @@ class Walk:
     def reduced(
         self, v: Any, shape: tuple[int, ...], name: str, log: bool = False, places: Sequence[int] | None = None
     ) -> Reduced | None:
-        """Returns x [*shape] and the axis if `v` is a reduction of x over one axis; `log`: its logarithm.
+        """Returns x [*shape] and the axis if `v` is a reduction of x over one axis, or its logarithm if `log`; else
+        None.
 
-        **Arguments:** `places`: the axis of x that each axis of `v` is, or -1. By default `v` is broadcast along the
-        axis. The sum of exponentials may be taken by its absolute value.
+        **Arguments:** `places`: the axis of x for each axis of `v`, or -1; by default `v` is broadcast along the
+        reduced axis. A sum of exponentials may be followed by an absolute value.
         """
         at, logs, narrowest = list(range(len(shape)) if places is None else places), 0, v.aval.dtype
         while len(at) == len(v.aval.shape) and exact(narrowest, v.aval.dtype):
@@ -151,19 +153,19 @@ class Walk:
         return None
 
     def shifted(self, v: Any) -> Reduced | None:
-        """Returns x and the axis if `v` is x minus its largest value along an axis."""
+        """Returns x and the axis if `v` is x minus its maximum along an axis, else None."""
         if (e := self.made(v, "sub")) is None:
             return None
         found = self.reduced(e.invars[1], tuple(v.aval.shape), "reduce_max")
         return found if found is not None and found.x is e.invars[0] else None
 
     def summed_exp(self, total: Reduced | None) -> Any:
-        """Returns z if what is summed is exp(z), else None."""
+        """Returns z if `total` is a sum of exp(z), else None."""
         e = None if total is None else self.made(self.uncast(total.x), "exp")
         return None if e is None else e.invars[0]
 
     def log_softmax(self, v: Any) -> Reduced | None:
-        """Returns x and the axis if `v` is z - log(sum(exp(z))), z being x minus its largest value."""
+        """Returns x and the axis if `v` is z - log(sum(exp(z))) for z = x - max(x), else None."""
         shape = tuple(v.aval.shape)
         if (e := self.made(v, "sub")) is None:
             return None
@@ -174,8 +176,7 @@ class Walk:
         return found if found is not None and found.axis == total.axis else None
 
     def logsumexp(self, v: Any, shape: tuple[int, ...], places: Sequence[int] | None = None) -> Reduced | None:
-        """Returns x [*shape] and the axis if `v` is log(sum(exp(x - m))) + m, m being x's largest value; see
-        `reduced`."""
+        """Returns x [*shape] and the axis if `v` is log(sum(exp(x - m))) + m for m = max(x), else None."""
         at = list(range(len(shape)) if places is None else places)
         while (found := self.moved(v, at)) is not None:
             v, at = found
@@ -188,8 +189,8 @@ class Walk:
         return None
 
     def columns(self, v: Any, x: Any) -> range | None:
-        """Returns the places of x's last axis if `v` has what is there, else None. Its axes of one element may differ,
-        and x may be seen as pairs of neighbours."""
+        """Returns the range of positions in x's last axis whose elements `v` holds, else None. `v` may have other axes
+        of size 1, and x may be reshaped to pairs of neighbours."""
         (*rest, count), size = x.aval.shape, v.aval.size
         while (e := self.made(v, "slice", "split", "squeeze", "reshape", "broadcast_in_dim")) is not None:
             p, of, first = e.params, e.invars[0], e.primitive.name
