@@ -1,6 +1,6 @@
 """A call's arguments as flat arrays, and a function of any arguments as a function of flat arrays.
 
-Objects of nnx, which are no trees and which a function may change, travel as flax's own transformations pass them.
+Objects of nnx are no pytrees, and a function may change them. They are passed as flax's own transformations pass them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 
 
 class Marks(Protocol):
-    """What is told of objects of nnx while a function is traced."""
+    """The receiver of the nnx objects of a function that is being traced."""
 
     def mark(self, root: Any, prefix: str) -> None:
-        """`root` is an argument; the names of its modules begin with `prefix`."""
+        """Receives an argument `root`, whose modules have names that begin with `prefix`."""
         ...
 
     def unmark(self, *roots: Any) -> None:
-        """The function has returned; these are its arguments and results."""
+        """Receives the arguments and results of the function once it has returned."""
         ...
 
 
-_TAG = "diptych.capture"  # of flax's contexts
+_TAG = "diptych.capture"  # the tag of flax's contexts
 
 
 @dataclasses.dataclass
 class Results:
-    """How a traced function's flat results become its result. `static`: those that are no arrays, by position."""
+    """The structure of a traced function's result. `static`: the leaves that are no arrays, by position."""
 
     tree: Any
     static: dict[int, Any]
@@ -44,7 +44,10 @@ class Results:
 
 
 class Call:
-    """One call of a function. Use it as a context manager from its construction until `returned`."""
+    """One call of a function. Enter it as a context manager, and leave it after `returned`.
+
+    `arrays`: the arrays among the arguments. `static`: the other leaves, as (position, value).
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.graph = "flax.nnx" in sys.modules and _has_graph((args, kwargs))
@@ -67,12 +70,13 @@ class Call:
 
     @property
     def key(self) -> Any:
-        """What a traced function depends on beside its arrays' types."""
-        # 0.0 and -0.0 are equal and are not the same.
+        """The value that determines a traced function, together with the shapes and dtypes of its arrays."""
+        # Floats are compared by repr, since 0.0 == -0.0.
         return self.tree, tuple((i, type(x), repr(x) if isinstance(x, float | complex) else x) for i, x in self.static)
 
     def flat(self, fn: Callable[..., Any], marks: Marks, traced: Callable[[Results], None]) -> Callable[..., Any]:
-        """Returns `fn` as a function of this call's arrays, which reports how its results become fn's."""
+        """Returns `fn` as a function of this call's arrays that returns arrays. `traced`: receives the structure of
+        fn's result."""
         tree, static, graph = self.tree, dict(self.static), self.graph
         count = len(self.arrays) + len(static)
 
@@ -87,7 +91,7 @@ class Call:
         return run
 
     def returned(self, result: Any) -> Any:
-        """Returns fn's result, and gives objects of nnx what the function left in them."""
+        """Returns fn's result, and updates the nnx objects among the arguments as the function changed them."""
         if not self.graph:
             return result
         return sys.modules["flax.nnx"].from_tree(result, ctxtag=_TAG, is_inner=False)[2]
@@ -106,7 +110,7 @@ def _with_graph(fn: Callable[..., Any], marks: Marks, given: Any) -> Any:
 
 
 def _named(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """Returns the objects of nnx among arguments, with their parameters' names."""
+    """Returns the nnx objects among the arguments, with the names of their parameters."""
     try:
         names = list(inspect.signature(fn).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
@@ -135,13 +139,13 @@ def _has_module(node: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-    """Whether something is an object of nnx: a module, an optimizer, a variable or the like."""
+    """Returns whether `x` is an object of nnx, such as a module, an optimizer or a variable."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def copied_nodes(nodes: list[Any]) -> list[Any]:
-    """Returns copies of objects of nnx with arrays of their own, which share what the objects share."""
+    """Returns copies of nnx objects with arrays of their own. The copies share objects as the originals do."""
     if not nodes:
         return []
     nnx = sys.modules["flax.nnx"]
@@ -150,6 +154,6 @@ def copied_nodes(nodes: list[Any]) -> list[Any]:
 
 
 def nodes_state(tree: Any) -> list[Any]:
-    """Returns the arrays of the objects of nnx in a tree."""
+    """Returns the arrays of the nnx objects in a tree."""
     nodes = list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
     return jax.tree.leaves(sys.modules["flax.nnx"].split(nodes)[1]) if nodes else []

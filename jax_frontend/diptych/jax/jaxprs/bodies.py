@@ -1,8 +1,9 @@
 """The extra results of an evaluated program, as a tree of the equations that return them.
 
 A body is one jaxpr. Its leaves are extra results of single equations; its compounds are equations with jaxprs of their
-own, whose leaves occur once, in each iteration of a scan, in the branch that ran, or on each shard. The arrays of every
-leaf are among the program's extra results, with an axis in front for each scan and shard_map around it.
+own. The leaves of a compound occur once, in each iteration of a scan, in the branch that ran, or on each shard. The
+arrays of every leaf are among the program's extra results, with an additional first axis for each scan and shard_map
+around it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 Ref = Any
-"""Where a value comes from: an operand's position, a leaf, (compound, position of its result), or `Across`."""
+"""The origin of a value: an operand's position, a leaf, (compound, position of its result), or `Across`."""
 Refs = frozenset[Ref]
 
 
 class Across(NamedTuple):
-    """Where the result of a collective comes from: the value at `ref` on every shard along the mesh axes `axes`."""
+    """The origin of a collective's result: the value at `ref` on every shard along the mesh axes `axes`."""
 
     ref: Ref
     axes: frozenset[str]
@@ -25,9 +26,9 @@ class Across(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Leaf:
-    """Extra results of one equation. `refs`: where the value that they show comes from. `number`: of the leaf in the
-    program. `start`: of its arrays among the body's extra results. `axes`: the manual mesh axes over which they vary.
-    """
+    """Extra results of one equation. `refs`: the origins of the value that they describe. `number`: the leaf's number
+    in the program. `start`: the position of its first array among the body's extra results. `axes`: the manual mesh
+    axes over which the arrays vary."""
 
     refs: Refs
     number: int
@@ -37,10 +38,11 @@ class Leaf:
 
 @dataclasses.dataclass(eq=False)
 class Compound:
-    """An equation with bodies. `kind`: "call", "scan", "cond", "while" or "shard". `operands`: where its operands come
-    from. `start`: of its extra results in the body that contains it. `first`: of each body's extra results among its
-    own. `consts`: how many operands of a scan or while loop are the same in each iteration. Other fields are a scan's,
-    or a shard_map's mesh axes with their lengths."""
+    """An equation with bodies. `kind`: "call", "scan", "cond", "while" or "shard". `operands`: the origins of its
+    operands. `start`: the position of its first extra result in the body that contains it. `first`: the position of
+    each body's first extra result among the compound's own. `consts`: the number of operands of a scan or while loop
+    that are equal in all iterations. `carry`, `length`, `reverse`: see `jax.lax.scan`. `mesh`: a shard_map's mesh axes
+    with their sizes."""
 
     kind: str
     bodies: list[Body]
@@ -61,7 +63,7 @@ class Body:
     extras: int
 
     def positions(self, start: int = 0) -> Iterator[tuple[Any, int]]:
-        """Yields each leaf, with the position of its arrays among the extra results."""
+        """Yields each leaf with the position of its first array among the extra results."""
         for node in self.nodes:
             if isinstance(node, Leaf):
                 yield node, start + node.start
@@ -74,6 +76,6 @@ class Body:
 
     @property
     def conditional(self) -> bool:
-        """Whether it depends on values which leaves occur."""
+        """Whether the leaves that occur depend on values."""
         compounds = [n for n in self.nodes if isinstance(n, Compound)]
         return any(n.kind in ("cond", "while") or any(b.conditional for b in n.bodies) for n in compounds)

@@ -1,4 +1,4 @@
-"""Reads jaxprs: those that are parameters of equations, and functions that one calls as part of it."""
+"""Reads jaxprs: finds those among an equation's parameters, and inlines called functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
-"""The primitives that call a function without options of their own."""
+"""Primitives that call a function and have no options of their own."""
 JIT = ("jit", "pjit")
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 
 
 class Flat(NamedTuple):
-    """A jaxpr's parts."""
+    """The parts of a jaxpr."""
 
     constvars: list[Any]
     invars: list[Any]
@@ -24,22 +24,23 @@ class Flat(NamedTuple):
 
 
 class _Variable:
-    """A variable of a called function. Each call has its own."""
+    """A variable of an inlined function. Each call has variables of its own."""
 
     def __init__(self, aval: Any) -> None:
         self.aval = aval
 
 
 def flat(jaxpr: Any, consts: Sequence[Any], is_call: Callable[[Any], bool]) -> tuple[Flat, list[Any]]:
-    """Returns a jaxpr that has the equations of called functions in the place of the calls, and its constants.
+    """Returns a jaxpr in which the equations of called functions replace the calls, and its constants.
 
-    **Arguments:** `is_call`: whether an equation is such a call. The scopes of the calls around an equation stand in
-    front of its own.
+    **Arguments:** `is_call`: returns whether an equation is a call to inline. The scopes around the call precede the
+    scopes of the inlined equations.
     """
     constvars, constants, eqns = list(jaxpr.constvars), list(consts), []
 
     def results(body: Any, names: dict[Any, Any], around: Any) -> list[Any]:
-        """Adds the equations of a body. `names`: what its variables are in the whole. `around`: the scopes."""
+        """Adds the equations of a body. `names`: the whole jaxpr's variable for each of the body's. `around`: the
+        scopes."""
         of = lambda v: v if literal(v) else names.get(v, v)  # noqa: E731
         for own in body.eqns:
             info = own.source_info
@@ -67,25 +68,25 @@ def flat(jaxpr: Any, consts: Sequence[Any], is_call: Callable[[Any], bool]) -> t
 
 
 def unplaced(params: dict[str, Any]) -> bool:
-    """Whether a call of a function under `jax.jit` leaves everything to the code around it."""
+    """Returns whether a call under `jax.jit` fixes neither shardings, nor layouts, nor compiler options."""
     free = [(f"{side}_{name.removeprefix('out_')}", v) for side in ("in", "out") for name, v in unspecified().items()]
     return not params["compiler_options_kvs"] and all(x == v for name, v in free for x in params[name])
 
 
 @functools.cache
 def unspecified() -> dict[str, Any]:
-    """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
+    """Returns the parameters of a `jax.jit` call for a result whose sharding and layout are not specified."""
     params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
     return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
 
 
 def literal(v: Any) -> bool:
-    """Whether an operand of an equation is a constant instead of a variable."""
+    """Returns whether an operand of an equation is a constant, not a variable."""
     return hasattr(v, "val")
 
 
 def jaxprs(params: Any) -> list[Any]:
-    """Returns the jaxprs among an equation's parameters, also in tuples."""
+    """Returns the jaxprs among an equation's parameters, including those in tuples."""
     found = []
     for value in params:
         if isinstance(value, tuple | list):

@@ -1,8 +1,7 @@
 """Evaluates a traced function equation by equation. A subclass evaluates some equations itself, with extra results.
 
-Extra results become results of the program, and of the equations with jaxprs of their own that contain such equations.
-All other equations are bound as they are. The jaxpr has been differentiated and batched already, so that derivative
-rules in it are not needed any more.
+Extra results become results of the program, and of the enclosing equations with jaxprs. All other equations are bound
+unchanged. The jaxpr has been differentiated and batched already, so that its derivative rules are no longer needed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Array = jax.Array
 
 
 class Known:
-    """The values of a jaxpr's variables, and where each comes from."""
+    """The values of a jaxpr's variables, and their origins."""
 
     def __init__(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         self._values = dict(zip(variables, values, strict=True))
@@ -58,7 +57,7 @@ class Made(NamedTuple):
         self.extras.extend(extras)
 
     def compound(self, node: Compound, outs: Sequence[Any], extras: Sequence[Any]) -> tuple[list[Any], list[Refs]]:
-        """Adds an equation with jaxprs. Returns its results and where they come from."""
+        """Adds an equation with jaxprs. Returns its results and their origins."""
         self.add(node, extras)
         return list(outs), [frozenset([(node, i)]) for i in range(len(outs))]
 
@@ -74,11 +73,11 @@ class Evaluation(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates one program. A subclass defines `is_own` and `equation`, at least. `place` is what it knows of where a
-    jaxpr or an equation stands, as `places` returns it.
+    """Evaluates one program. A subclass must define `is_own`; it usually extends `equation`. A `place` is the
+    subclass's own description of the position of a jaxpr or an equation, as `places` returns it.
 
-    `leaves`: the number of the next leaf. `at`: the numbers of the iterations of the scans around the equation, if
-    `counted`, else nothing.
+    `leaves`: the number of the next leaf. `at`: the iteration numbers of the scans around the equation if `counted`,
+    else ().
     """
 
     def __init__(self, counted: bool = False) -> None:
@@ -86,33 +85,34 @@ class Interpreter:
         self.at: tuple[Array, ...] = ()
 
     def program(self, closed: Any, args: Sequence[Any], place: Any = None) -> tuple[list[Any], list[Array], Body]:
-        """Returns the function's results, the extra results, and what these are."""
+        """Returns the function's results, the extra results, and the body that describes these."""
         self.leaves = 0
         found = self._evaluate(closed.jaxpr, closed.consts, args, place)
         return found.outs, found.made.extras, found.body
 
-    # --- what a subclass says ---
+    # --- methods of a subclass ---
 
     def is_own(self, eqn: Any, place: Any) -> bool:
-        """Whether the subclass evaluates an equation itself. `place`: its own, or that of a jaxpr around it."""
+        """Returns whether the subclass evaluates an equation itself. `place`: that of the equation, or of a jaxpr
+        around it."""
         raise NotImplementedError
 
     def is_part(self, eqn: Any, place: Any) -> bool:
-        """Whether the equations of the function that an equation calls are looked at as those around it. `place`: of
-        the jaxpr that contains the equation."""
+        """Returns whether a call is inlined, so that the called function's equations are evaluated like those around
+        the call. `place`: that of the jaxpr that contains the call."""
         return eqn.primitive.name in INLINE and self.contains(eqn, place)
 
     def places(self, jaxpr: Any, place: Any) -> Iterable[Any]:
-        """Returns the places of a jaxpr's equations. `place`: of the jaxpr."""
+        """Returns the places of a jaxpr's equations. `place`: that of the jaxpr."""
         return itertools.repeat(place, len(jaxpr.eqns))
 
     def refuse(self, bodies: Sequence[Any], where: str) -> None:
-        """Raises UnsupportedError: these jaxprs, which can only be evaluated as they are, contain own equations. A
-        subclass may let some of those pass. `where`: names the place in the message."""
+        """**Raises** UnsupportedError, since these jaxprs can only be evaluated unchanged and contain the subclass's
+        own equations. A subclass may accept some of these. `where`: names the place in the message."""
         raise UnsupportedError(f"{type(self).__name__}: its equations inside of {where} are not supported")
 
     def equation(self, eqn: Any, known: Known, place: Any, made: Made) -> tuple[list[Any], list[Refs]]:
-        """Evaluates an equation. Returns its results and where they come from."""
+        """Evaluates an equation. Returns its results and their origins."""
         ins, refs = [known.value(v) for v in eqn.invars], [known.refs(v) for v in eqn.invars]
         if self.contains(eqn, place):
             return self._compound(eqn, ins, refs, place, made)
@@ -124,7 +124,7 @@ class Interpreter:
     # --- evaluation ---
 
     def contains(self, eqn: Any, place: Any) -> bool:
-        """Whether one of the jaxprs of an equation contains an equation that the subclass evaluates."""
+        """Returns whether a jaxpr of an equation contains an equation that the subclass evaluates itself."""
         return any(self._body_contains(jaxpr, place) for jaxpr in jaxprs(eqn.params.values()))
 
     def _body_contains(self, jaxpr: Any, place: Any) -> bool:
@@ -154,11 +154,12 @@ class Interpreter:
         return handler[name](eqn, ins, refs, place, made)
 
     def _body(self, jaxpr: Any, consts: Any, place: Any) -> tuple[Callable[..., Any], list[Body]]:
-        """Returns a jaxpr as a function with the results (its own, extra ones), and a list that gets its body."""
+        """Returns a jaxpr as a function that returns (results, extra results), and a list that receives its body when
+        it runs."""
         bodies, first = [], self.leaves
 
         def run(*args: Any) -> Any:
-            self.leaves = first  # JAX may trace a function again
+            self.leaves = first  # JAX may trace a function several times
             found = self._evaluate(jaxpr, consts, args, place)
             bodies.append(found.body)
             return found.outs, found.made.extras
@@ -166,7 +167,7 @@ class Interpreter:
         return run, bodies
 
     def _inner(self, jaxpr: Any, consts: Any, place: Any) -> tuple[Any, Body]:
-        """Returns a jaxpr with extra results."""
+        """Returns a jaxpr with extra results, and its body."""
         run, bodies = self._body(jaxpr, consts, place)
         closed = jax.make_jaxpr(lambda *args: [x for some in run(*args) for x in some])(*(v.aval for v in jaxpr.invars))
         return closed, bodies[-1]
@@ -240,7 +241,7 @@ class Interpreter:
 
         def step(state: Any) -> Any:
             outs, extras = _split(eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0]), body.extras)
-            if batch_axes:  # of vmap: an example whose condition is false stays as it is
+            if batch_axes:  # under vmap: an example whose condition is false keeps its state
                 go = going(state)
                 expanded = [jnp.expand_dims(go, range(batch_axes, x.ndim)) for x in outs]
                 outs = list(map(jnp.where, expanded, outs, state[0]))
@@ -251,7 +252,7 @@ class Interpreter:
         return made.compound(Compound("while", [body], refs[a:], first=[1], consts=b - a), outs, [count, *extras])
 
     def _shard_map(self, eqn: Any, ins: list[Any], refs: list[Refs], place: Any, made: Made) -> Any:
-        """Each shard's arrays get an axis in front, over all manual axes of the mesh."""
+        """Evaluates a shard_map. Each shard's extra arrays get a first axis over all manual axes of the mesh."""
         p = eqn.params
         mesh = p["mesh"]
         manual = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]  # differs between versions
@@ -271,7 +272,7 @@ class Interpreter:
             axis_names=set(axes),
             check_vma=p["check_vma"],
         )(*ins)
-        if not p["check_vma"]:  # JAX does not know what varies
+        if not p["check_vma"]:  # JAX does not know which arrays vary
             for leaf in bodies[-1].leaves():
                 leaf.axes |= set(axes)
         sizes = tuple((a, mesh.shape[a]) for a in axes)
@@ -279,7 +280,7 @@ class Interpreter:
 
 
 def bound(prim: Any, ins: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Binds a primitive. Returns its results, also of one that has a single result."""
+    """Binds a primitive. Returns a list of its results, also if it has a single one."""
     found = prim.get_bind_params(params)
     subfuns, params = found if isinstance(found, tuple) else ((), found)  # the form differs between versions
     outs = prim.bind(*subfuns, *ins, **params)

@@ -1,4 +1,4 @@
-"""Over which axes of a mesh an array varies or is cut."""
+"""The mesh axes over which an array varies or is sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def varying(x: Any) -> Any:
 
 
 def meets_over(eqn: Any) -> frozenset[str]:
-    """Returns the manual mesh axes along which an equation combines values of several shards: none, unless it is a
+    """Returns the manual mesh axes along which an equation combines values of several shards; none unless it is a
     collective."""
     if eqn.primitive.name in ("pvary", "pcast", "axis_index"):
         return frozenset()
@@ -27,13 +27,13 @@ def meets_over(eqn: Any) -> frozenset[str]:
 
 
 def blank(aval: Any) -> Array:
-    """Returns zeros of a shape and dtype, which vary over the same manual axes as the array type `aval`."""
+    """Returns zeros with the shape, the dtype and the manual axes of the array type `aval`."""
     zeros, axes = jnp.zeros(aval.shape, aval.dtype), getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     return jax.lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
 def whole(x: Array) -> Array:
-    """Returns an array of which no axis is cut over Explicit mesh axes: observing folds axes."""
+    """Returns an array without sharded axes on Explicit mesh axes, since observing it merges axes."""
     now = jax.typeof(x).sharding
     if all(axes is None for axes in now.spec):
         return x
