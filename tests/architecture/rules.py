@@ -306,9 +306,7 @@ def remembered_nowhere(root: Path) -> list[str]:
 
 
 def private_users(root: Path, framework: str) -> dict[str, set[str]]:
-    """Returns the files of a panel, and of the lab's part for it, that name the framework's private API, with what they
-    name: dotted names with a part that begins with an underscore, and attributes that begin with one and that the
-    project does not define."""
+    """Returns the line and the text of a Python file's docstrings, including those of constants."""
     packages = [path for folder in PACKAGES.values() for path in (root / folder).rglob("*.py")]
     own = OPEN_ATTRIBUTES.union(*[_facts(path.read_text()).defined for path in packages])
     found = {}
@@ -321,7 +319,7 @@ def private_users(root: Path, framework: str) -> dict[str, set[str]]:
 
 
 def private_names(root: Path) -> list[str]:
-    """Returns names of a framework's private API outside of the room for them."""
+    """Returns docstrings in the packages and benchmarks that begin with "What" or "Of", which leave the subject out."""
     return [
         f"{file} names {name}"
         for framework in ROOMS

@@ -45,8 +45,8 @@ class Known:
 
 
 class Received(NamedTuple):
-    """What a rank has of a gathered weight without receiving it. `known`: of the whole group; `same`: the other buffers
-    that are not sent, by name."""
+    """The part of a gathered weight that a rank has without receiving it. `known`: the values that all ranks know, of
+    the whole group. `same`: the other buffers that are not sent, by name."""
 
     plan: Plan
     same: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""What autograd's engine asks of a node in the backward pass that runs."""
+"""The inputs of a node for which the running backward pass asks a gradient, as autograd's engine knows them."""
 
 from __future__ import annotations
 

@@ -189,8 +189,8 @@ def _apart(results: Sequence[Tensor], others: Sequence[Any]) -> tuple[Tensor, ..
 
 
 class Found(NamedTuple):
-    """What a forward learned below the transforms. `passive`: the outputs without a derivative. `kept`: the places of
-    the tensors that backward reads. `lengths`: of the lists among them."""
+    """The description of a forward that ran below the transforms. `passive`: the outputs without a derivative. `kept`:
+    the places of the tensors that backward reads. `lengths`: the lengths of the lists among these."""
 
     outputs: int
     passive: list[int]

@@ -310,11 +310,12 @@ class EagerBackward:
 
 
 class Memo(NamedTuple):
-    """What an eager backward gets of its forward's arguments.
+    """The part of a forward's arguments that an eager backward gets.
 
-    `tensors`, `lists`: the names of those that autograd keeps. `instead`: what stands for the others. `gradients`: the
-    names of those that get a gradient. `edges`: those that require one, with their places among the node's edges, if
-    its backward computes them in parts. `layout`: that of the saved tensors, if they lie in one block.
+    `tensors`, `lists`: the names of the arguments that autograd keeps. `instead`: the values that replace all others.
+    `gradients`: the names of the arguments that get a gradient. `edges`: the names of those that require one, with
+    their places among the node's edges, if its backward computes them in parts. `layout`: the layout of the saved
+    tensors, if they lie in one block.
     """
 
     tensors: tuple[str, ...]

@@ -73,10 +73,10 @@ class Cut(NamedTuple):
 
 
 class Exchange(Generic[T]):
-    """What ranks exchange, once it is begun. Work that reads none of it may run until `finish`.
+    """An exchange between ranks that has begun. Work that does not read its result may run until `finish`.
 
-    `make`: makes the result of what was received. `work`: torch's handle of what travels; None: nothing does. `sent`:
-    kept alive until it has travelled.
+    `make`: makes the result from the received tensors. `work`: torch's handle of the transfer; None if there is none.
+    `sent`: kept alive until it has been transferred.
     """
 
     def __init__(self, make: Callable[[], T], work: Any = None, sent: Tensor | None = None) -> None:
@@ -84,7 +84,7 @@ class Exchange(Generic[T]):
         self._made: list[T] = []
 
     def finish(self) -> T:
-        """Returns the result, the same each time. On a GPU the current stream waits for it, and the host does not."""
+        """Returns the result, the same object each time. On a GPU the current stream waits for it, but not the host."""
         if not self._made:
             if self._work is not None:
                 self._work.wait()
@@ -93,7 +93,7 @@ class Exchange(Generic[T]):
         return self._made[0]
 
     def then(self, make: Callable[[T], U]) -> Exchange[U]:
-        """What `make` makes of the result, when that is finished."""
+        """Returns an exchange whose result is `make` of this one's result."""
         return Exchange(lambda: make(self.finish()))
 
 

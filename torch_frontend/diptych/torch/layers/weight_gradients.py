@@ -126,11 +126,12 @@ class Sink:
         return [main_grad(self.weight)] if self.owner.fuse else []
 
     def how(self) -> str:
-        """What a backward does with the buffer: "add", "overwrite" or, after a dry run, "keep"."""
+        """Returns how a backward changes the buffer: "add", "overwrite" or, after a dry run, "keep"."""
         return "keep" if self.dry else "overwrite" if overwrites(self.weight) else "add"
 
     def stand_in(self) -> Tensor:
-        """What forward reads instead of a weight whose gradient waits: its values, beyond the reach of its hooks."""
+        """Returns the tensor that forward reads: for a weight whose gradient waits, its values, to which its hooks do
+        not apply."""
         if self.dry or not (self.owner.delay and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.weight
         if transforms_active():

@@ -1,4 +1,4 @@
-"""What the ranks of process groups must have alike before they exchange tensors, compared by a digest of 32 bytes.
+"""The settings in which the ranks of a process group must agree before an exchange, compared by a digest of 32 bytes.
 
 Ranks that differ would send other bytes, or make other calls, than their peers expect: the transport ends the process,
 waits for its time-out, or reads one format as another. A comparison raises the same error on every rank instead, before

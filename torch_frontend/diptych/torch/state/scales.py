@@ -1,4 +1,4 @@
-"""What delayed scaling and stochastic rounding carry from step to step, as buffers beside a module.
+"""The states of delayed scaling and stochastic rounding, which travel from step to step as buffers beside a module.
 
     <module>.scale_states.<state>.scale        float32 [1]   what the next quantize multiplies by
                                 .amax_history  float32 [L]   pending amax, then earlier ones, the newest last
