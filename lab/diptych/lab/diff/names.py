@@ -73,7 +73,7 @@ def common(site: Site) -> Name:
     path, place = split(site.name)
     parts = _unwrapped(path)
     if is_parameter(site):
-        if len(parts) > 1 and parts[-1] == "value":  # of an nnx variable
+        if len(parts) > 1 and parts[-1] == "value":  # an nnx variable's value
             del parts[-1]
         parts[-1] = _LEAVES.get(parts[-1], parts[-1])
     return Name(_by_table(parts), place)

@@ -111,7 +111,7 @@ def _node(out: Site, operands: Mapping[str, Observation], by_bits: Mapping[Hasha
             sources[k] = source
     try:
         axes = _axes(row, table.decoded(row, out.operation.options), len(out.shape))
-    except ValueError:  # of a version with other options: its operands are matched by their names alone
+    except ValueError:  # another version had other options: the operands are matched by their names alone
         axes = {}
     ranks = {k: len(s.shape) for k, s in {**sites, "out": out}.items()}
     if any(len(set(letters)) != len(letters) or ranks.get(k, 0) != len(letters) for k, letters in axes.items()):

@@ -17,7 +17,7 @@ def unique_alignment(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple
     codes = {token: i for i, token in enumerate(dict.fromkeys([*a, *b]))}
     x, y = [codes[t] for t in a], [codes[t] for t in b]
     longest = np.zeros((len(x) + 1, len(y) + 1), np.int32)
-    count = [1] * (len(y) + 1)  # of alignments of the beginnings, capped at 2
+    count = [1] * (len(y) + 1)  # the number of longest alignments of the prefixes, capped at 2
     for i, token in enumerate(x, 1):
         above, row = longest[i - 1].tolist(), [0]
         old, count = count, [1]

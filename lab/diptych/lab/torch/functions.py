@@ -224,7 +224,7 @@ def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
     """Returns whether a function rotates pairs of neighbors (`interleaved`), judged by its results for small tensors of
     the same dtypes and ranks on the CPU; None if it is not the table's operation."""
     if len({named[name].shape[-1] for name in ("q", "k", "cos", "sin")}) > 1:
-        return None  # it rotates a part of each head
+        return None  # the function rotates a part of each head alone
     small = dict(named)
     for i, name in enumerate(("q", "k", "cos", "sin")):
         shape = [min(n, 8) for n in named[name].shape]
@@ -233,7 +233,7 @@ def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
     with without_function_modes():
         try:
             out = real(**small)
-        except Exception:  # it has other assumptions about its arguments; the call itself decides whether it is valid
+        except Exception:  # small tensors violate an assumption of the function; the user's own call may be valid
             return None
         if not (isinstance(out, tuple) and len(out) == 2 and all(map(_plain, out))):
             return None

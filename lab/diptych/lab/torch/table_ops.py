@@ -130,7 +130,7 @@ def rotary(x, cos, sin, *, interleaved):
 
 def cross_entropy(logits, targets, *, axis, reduction, ignore_index):
     logits = logits.movedim(axis, min(logits.ndim - 1, 1))
-    ignored = torch.iinfo(torch.int64).min if ignore_index is None else ignore_index  # what no target can be
+    ignored = torch.iinfo(torch.int64).min if ignore_index is None else ignore_index  # the minimum is never a target
     return F.cross_entropy(logits, targets.to(torch.int64), ignore_index=ignored, reduction=reduction)
 
 
