@@ -51,7 +51,7 @@ def set_back(model: nn.Module) -> Iterator[None]:
     grads = [(p, p.grad) for p in model.parameters()]
     known = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_inference()}
     versions = {n: p._version for n, p in known.items()}
-    steps = {device: step.item() for device, step in STATE.steps.items()}  # delayed scales compare copies of these
+    steps = {device: step.item() for device, step in STATE.steps.items()}  # delayed scales keep copies of these
     try:
         yield
     finally:

@@ -166,7 +166,7 @@ class Step:
 class Options:
     """The options of a capture. `sites`: a pattern of names. `every`: the interval between recorded steps. `values`:
     whether values are kept beside hashes. `budget`: the bytes of values that all steps of all ranks may keep together.
-    `ops`: whether operands and results are recorded of no operations, of diptych's own, or of the framework's too."""
+    `ops`: the operations whose operands and results are recorded: none, diptych's own, or the framework's too."""
 
     sites: str = "**"
     every: int = 1
