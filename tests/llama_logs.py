@@ -1,4 +1,4 @@
-"""What runs of both trainers of Llamas are given and write: a small config, and the metrics of each step."""
+"""Inputs and outputs of runs of both Llama trainers: a small config, and the metrics of each step."""
 
 from __future__ import annotations
 

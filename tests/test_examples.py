@@ -23,7 +23,8 @@ for path in sys.argv[1:]:
 
 
 def printed(*paths: Path) -> dict[str, str]:
-    """What each program prints. One process runs them one after another, so that frameworks are imported once."""
+    """Returns the output of each program. One process runs them one after another, so that frameworks are imported
+    once."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # they compile longer than they run
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, *paths],

@@ -186,7 +186,7 @@ def test_nan_and_inf_poison_their_block_and_no_other(special):
 
 
 def test_inf_under_the_transform():
-    """What counts is the rotated value, rounded to bfloat16."""
+    """The rotated value, rounded to bfloat16, determines the result."""
     x = np.ones((32, 16), oracle.BF16)
     x[3, 5] = INF  # each of the column's 16 sums holds it
     x[16:, 7] = ml_dtypes.finfo(oracle.BF16).max  # their sum / 4 overflows, the differences are 0

@@ -1,5 +1,5 @@
-"""What the trainers torch_llama.py and jax_llama.py do alike: they read and check arguments, load tokens and initial
-weights, and compute the learning rate."""
+"""The common parts of the trainers torch_llama.py and jax_llama.py, which read and check arguments, load tokens and
+initial weights, and compute the learning rate."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def private_users(root: Path, framework: str) -> dict[str, set[str]]:
 
 
 def private_names(root: Path) -> list[str]:
-    """Returns docstrings in the packages and benchmarks that begin with "What" or "Of", which leave the subject out."""
+    """Returns docstrings that begin with "What" or "Of", which leave their sentence without a subject."""
     return [
         f"{file} names {name}"
         for framework in ROOMS

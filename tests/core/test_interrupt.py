@@ -31,7 +31,7 @@ def same() -> None:
 
 
 def operands(k: int, n: int) -> tuple[core.QuantizedArray, core.QuantizedArray]:
-    """Of a product that takes many seconds; zeros are quantized fast."""
+    """Returns the operands of a product that takes many seconds. They are zeros, which are quantized fast."""
     a, b = np.zeros((n, k), np.float32), np.zeros((n, k), np.float32)
     return core.quantize(a, MX), core.quantize(b, MX)
 

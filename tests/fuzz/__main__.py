@@ -35,8 +35,8 @@ _PROGRESS = struct.Struct("qqq")  # the round that runs, calls made, calls that 
 
 @dataclasses.dataclass
 class Report:
-    """What a target's rounds were, and what they found, by what was said of it, with the first round
-    that did and the one with which its process began."""
+    """A target's rounds and its findings, by message, with the first round that had each and the round with which its
+    process began."""
 
     target: str
     seed: int

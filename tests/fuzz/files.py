@@ -156,7 +156,7 @@ def check_states(d: Draw) -> bool:
 
 
 def check_data(d: Draw) -> bool:
-    """What `--data` may name."""
+    """Checks `lab.data.load` on the kinds of paths that `--data` may name."""
     path = _place()
     match d.randrange(6):
         case 0:

@@ -106,7 +106,7 @@ class Guarded(runner.Numpy):
         return self._pair(region.readable[start : start + array.nbytes], array.shape, dtype)
 
     def poisoned(self, nbytes: int, poison: int) -> np.ndarray:
-        """Of the bytes asked for, the runner uses those between two guards of its own: they do for small offsets."""
+        """Returns bytes filled with `poison`. The runner puts guards of its own on both sides of those it uses."""
         return np.full(nbytes, poison, np.uint8)
 
     def part(self, raw: np.ndarray, start: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Any:

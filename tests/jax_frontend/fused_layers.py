@@ -96,7 +96,7 @@ def _width(plan: Any, x: Any) -> Any:
 
 
 def linear(recipe, x, gamma, beta, kernel, bias, dy, *, scales=None, rng=None, **kind):
-    """What `layernorm_dense` must give, and the layer, which knows the amaxes."""
+    """Returns the expected results of `layernorm_dense`, and the layer, which knows the amaxes."""
     options, plan = norm_options(**kind), linear_plan(recipe, "layernorm_linear", "")
     stats, z = norm(x, gamma, beta, options, _width(plan, x))
     layer = Wide(recipe, scales, rng, module="layernorm_linear")
@@ -106,7 +106,7 @@ def linear(recipe, x, gamma, beta, kernel, bias, dy, *, scales=None, rng=None, *
 
 
 def mlp(recipe, x, gamma, beta, k1, b1, k2, b2, dy, *, activation="gelu", scales=None, rng=None, **kind):
-    """What `layernorm_mlp` must give, and both layers."""
+    """Returns the expected results of `layernorm_mlp`, and both layers."""
     options, (which, gated) = norm_options(**kind), ACTIVATIONS[activation]
     names = ("fc1", "fc2")
     p1, p2 = (linear_plan(recipe, "layernorm_mlp", n) for n in names)

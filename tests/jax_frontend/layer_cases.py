@@ -100,7 +100,7 @@ class Layer:
 
 
 def run(recipe, x, kernel, bias, dy, **options):
-    """What `Layer.run` returns, by `dense` and its vjp."""
+    """Returns the results that `Layer.run` returns, computed by `dense` and its vjp."""
     args = [v for v in (x, kernel, bias) if v is not None]
     y, pull = jax.vjp(lambda *a: dj.dense(*a, recipe=recipe, **options), *args)
     return dict(zip(("y", "dx", "dkernel", "dbias"), (y, *pull(dy)), strict=False))

@@ -1,4 +1,4 @@
-"""What captures have in common in both frameworks."""
+"""The rules of captures that both frameworks share."""
 
 from diptych.lab.capture import Calls
 

@@ -1,4 +1,4 @@
-"""What captures say of payloads (clipped, flushed, SQNR) against NumPy, from the values that they keep."""
+"""Captures' statistics of payloads (clipped, flushed, SQNR) equal those that NumPy computes from the kept values."""
 
 import numpy as np
 import pytest

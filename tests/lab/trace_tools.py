@@ -59,7 +59,7 @@ def meta(**changes: object) -> Meta:
 
 
 def entry(name: str, bits: np.ndarray, dtype: str, kind: str = "activation", **site: object) -> Entry:
-    """What a frontend hands over of a tensor."""
+    """Returns the entry with which a frontend hands over a tensor."""
     place = Site(name, kind, site.pop("call", 0), bits.shape, dtype, **site)  # type: ignore[arg-type]
     return Entry(place, statistics_of(bits, dtype), digest(bits), bits)
 

@@ -83,7 +83,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a quantize call has to give; a copy that was not asked for is None (else an array)."""
+    """The expected result of a quantize call; a copy that was not asked for is None (else an array)."""
 
     fmt: Fmt
     rowwise_data: Any = None

@@ -26,9 +26,9 @@ from transformers.models.llama import modeling_flax_llama, modeling_llama
 from transformers.models.vit import modeling_flax_vit, modeling_vit
 
 Enter = Callable[[Any], contextlib.AbstractContextManager[Any]]
-"""What is done around a call of a module."""
+"""A context around a call of a module."""
 OLDER = 1 - 2**-10
-"""What a parameter was before the last update, as a multiple of what it is."""
+"""The ratio of a parameter's value before the last update to its present value."""
 GIVEN = {
     "gpt2": {"n_layer": 2, "activation_function": "gelu"},
     "llama": {"num_hidden_layers": 2, "hidden_act": "gelu", "attention_bias": True},

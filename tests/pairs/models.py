@@ -40,7 +40,7 @@ class Pair:
     weights: Mapping[str, np.ndarray]
     inputs: Mapping[str, np.ndarray]
     places: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Of each of torch's parameters: Flax's name, and how its axes are permuted to become Flax's."""
+    """Flax's name of each of torch's parameters, and the permutation of its axes to Flax's order."""
 
     @property
     def vanishing(self) -> set[str]:

@@ -15,7 +15,8 @@ EXACT = 1e-10
 
 
 def losses_and_gradients(pair, dtype):
-    """Of both frameworks, without anything in between: {name of a parameter in Flax: gradient}."""
+    """Returns the loss and the gradients of both frameworks, computed without the lab. Gradients are named as in
+    Flax."""
     model = pair.torch(getattr(torch, dtype))
     loss = pair.torch_loss(model)
     loss.backward()

@@ -34,7 +34,7 @@ SEED = 2**40 + 3
 
 
 class Step(NamedTuple):
-    """What one step computes, by part, and the states after it, by their key in a state dict."""
+    """The results of one step, by part, and the states after it, by their key in a state dict."""
 
     parts: dict[str, Any]
     states: dict[str, Any]
@@ -179,7 +179,7 @@ class Oracle:
 
 
 def of_oracle(recipe: Recipe, steps: list[list[np.ndarray]]) -> list[Step]:
-    """What both must compute on the CPU; products with an unquantized operand are left out."""
+    """Returns the expected results of both frameworks on the CPU, without products that have an unquantized operand."""
     reference = Oracle(recipe)
     return [reference.step(arrays) for arrays in steps]
 

@@ -115,7 +115,7 @@ def of_jax(recipe: Recipe, weights: dict[str, np.ndarray], steps: list[Any], dev
 
 
 def weights_of() -> dict[str, np.ndarray]:
-    """Of the quantized layers, in the order of their random streams."""
+    """Returns the weights of the quantized layers, in the order of their random streams."""
     found = jax_moe.Config(**SIZES).linears()
     shapes = {n.removeprefix("blocks.0.moe."): shape for n, (_, shape) in found.items() if ".moe." in n}
     return {n: cases.draw(f"moe-{n}", "normal", shape, "float32") / np.float32(8) for n, shape in shapes.items()}

@@ -77,7 +77,7 @@ def configurations(recipe: Recipe, turn: int) -> list[tuple[tuple[int, ...], int
 
 
 def offsets_for(label: str, rows: int, unit: int) -> list[np.ndarray]:
-    """Of each step: anywhere, none but the last group, and all groups empty."""
+    """Returns the offsets of each step: at random, with the last group alone, and with all groups empty."""
     rng = cases.rng_for(f"{label}-offsets")
     ragged = np.sort(rng.integers(0, rows // unit + 1, GROUPS + 1)) * unit
     ragged[2] = ragged[1]  # one that is empty

@@ -92,7 +92,7 @@ def test_scales_and_amaxes_of_each(fmt, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_and_sums(kind, device):
-    """Of every grouping that all formats take; alpha, bias and result take turns."""
+    """Every grouping that all formats take gives the same bits; alpha, bias and result take turns."""
     fmt_x, more_x, fmt_w, more_w, dtype = KINDS[kind]
     qx, qw = quantizer_for(fmt_x, **more_x), quantizer_for(fmt_w, **more_w)
     for turn, (rows, at) in enumerate(ALIGNED):

@@ -136,7 +136,7 @@ def test_chunks(device):
 
 
 def test_maps_that_lie(device):
-    """Of several slots that name a row, both take the same one's gradient."""
+    """If several slots name a row, both frameworks take the gradient of the same one."""
     for slots in (1, 3, 40):
         m = lie(f"parity-{slots}", slots=slots)
         x, probs = draw("lx", (50, H), "float32"), draw("lp", m.row_id_map.shape, "float16")

@@ -1,5 +1,5 @@
-"""What several processes compute together. One pool of them serves all files and workers of a run of the tests: its
-processes start, import and compile once for each size of world."""
+"""Functions that several processes run together. One pool of them serves all files and workers of a run of the tests:
+its processes start, import and compile once for each size of world."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def here() -> str:
 
 
 class RankError(Exception):
-    """What went wrong on ranks: a traceback, or where a rank was when its time ended."""
+    """An error on ranks, with the traceback, or the place where a rank was when its time ended."""
 
 
 class Pool:

@@ -97,7 +97,7 @@ def call(cell: Cell, model: Any, fn: Any, x: torch.Tensor, first: bool) -> torch
 
 
 def steps(cell: Cell, model: Any, fn: Any, device: str) -> list[torch.Tensor]:
-    """What three steps of two microbatches compute."""
+    """Returns the results of three steps of two microbatches."""
     seen = []
     for i in range(3):
         rows = 16 * (4 + i) if cell.shapes != "static" else 64  # two blocks: a size of 1 is a graph of its own

@@ -1,5 +1,5 @@
-"""What backward keeps: of each quantized tensor the one copy that it reads, under every recipe. After a call,
-nothing lives on that keeps memory of the C heap from being joined and given back."""
+"""Backward keeps of each quantized tensor the one copy that it reads, under every recipe. After a call, nothing lives
+on that keeps memory of the C heap from being joined and given back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weights(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def copies(recipe: Recipe, module: torch.nn.Module) -> Counter[tuple[torch.dtype, int]]:
-    """Of all weights."""
+    """Returns the copies of all weights."""
     return sum((copy_of(recipe, "weight", tuple(w.shape)) for w in weights(module)), Counter())
 
 

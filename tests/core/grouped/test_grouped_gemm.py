@@ -251,7 +251,7 @@ def test_bad_offsets_raise_on_the_cpu(pair):
 
 
 def clamped(offsets: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """What a GPU takes offsets for."""
+    """Returns the offsets as a GPU reads them: within the rows, and never decreasing."""
     return tuple(np.maximum.accumulate(np.clip(offsets, 0, rows)).tolist())
 
 

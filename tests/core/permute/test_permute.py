@@ -101,7 +101,7 @@ def test_maps_of_many_experts(device):
 
 @pytest.mark.sanitize
 def test_maps_of_many_chunks(device):
-    """What CUDA's blocks take in several passes, and more blocks than one page of counts has room for."""
+    """CUDA's blocks take these sizes in several passes, with more blocks than one page of counts has room for."""
     be = runner.backend(device)
     for tokens, experts, k in ((17000, 64, 2), (16500, 320, 3), (16390, 36, 2), (4_200_000, 3, 1)):
         rng = cases.rng_for(f"many-chunks-{tokens}-{experts}")
@@ -142,7 +142,7 @@ def test_rows_move_as_bytes(device):
 
 
 def test_long_rows_past_the_caches(device):
-    """What is written around the caches on a CPU, and in several pieces on a GPU."""
+    """A CPU writes these rows around the caches, and a GPU writes them in several pieces."""
     be = runner.backend(device)
     m = oracle.row_map(top_k(cases.rng_for("long"), 300, 6, 3), 6, 1500, 128)
     for width, offset in ((7168, 0), (9001, 1)):

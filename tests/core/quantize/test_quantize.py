@@ -78,7 +78,7 @@ def test_given_amax(device, fmt, dtype):
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES)
 @pytest.mark.parametrize("fmt", cases.PACKED_FORMATS)
 def test_given_amaxes(device, fmt, dtype):
-    """Of both copies, whatever they are; one for each row where the option asks for them."""
+    """Given amaxes of both copies are used, whatever their values; with the option, one for each row."""
     be = runner.backend(device)
     sets, shapes = ("normal", "zeros", "inf_nan_mix", "level_edges", "huge"), ((48, 80), (0, 16), (144, 272))
     for turn, case in enumerate(cases.quantize_cases([fmt], [dtype], shapes, sets, variants=True, every_option=True)):

@@ -53,7 +53,7 @@ def test_bits(device, fmt):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("fmt", [f for f in cases.FORMATS if oracle.FORMATS[f].rule == "divide"])
 def test_one_kernel_takes_a_stack(fmt, cuda):
-    """Of float32 scales, whichever copies are wanted."""
+    """Formats with float32 scales need one kernel for a stack, whichever copies are wanted."""
     x = cases.draw(f"stack-one-kernel-{fmt}", "normal", (5, 200, 272), "bfloat16")
     for usage in ({}, {"columnwise": False}, {"rowwise": False}):
         each = [oracle.quantize(t, fmt, **usage) for t in x]

@@ -34,7 +34,7 @@ def together(trees: list[Any]) -> Any:
 
 
 def given(kind: tools.Kind, front: tuple[int, ...]) -> dict[str, jax.Array]:
-    """What each tensor of stacks [*front] is given."""
+    """Returns the state for each tensor of stacks [*front]."""
     return {k: v[..., 0] if k == "scale" else v for k, v in kind.state(front).items()}
 
 

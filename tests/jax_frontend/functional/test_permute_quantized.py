@@ -137,7 +137,7 @@ def test_probabilities_beside_a_quantized_tensor_are_differentiated():
 
 @pytest.mark.parametrize("policy", [None, "everything_saveable", "dots_saveable"])
 def test_checkpoint(policy):
-    """What is saved between rounds no payload and no scale, where they are bytes."""
+    """A checkpoint's saved values do not round payloads and scales that are bytes."""
     kind = MOVABLE["mxfp8_e4m3"]
 
     @jax.custom_vjp

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sampled
 
 
 def layer(x, probs, mask):
-    """Of operations that XLA rounds alike wherever they stand."""
+    """Computes a layer of operations that XLA rounds alike wherever they stand."""
     moved, permuted, row_id_map = dj.moe_permute_with_probs(x, probs, mask, T * K)
     return dj.moe_unpermute(jnp.maximum(moved, 0), row_id_map, probs), permuted
 

@@ -276,7 +276,7 @@ def _results(role: Any) -> Any:
 
 
 def test_quantized_results():
-    """Of the kernel's gradient each expert's is rounded by itself."""
+    """Each expert's gradient of the kernel is rounded by itself."""
     args = operands("even")
     got = compiled(CustomRecipe(_results, quantize_results=True), *args)
     plain = compiled(CustomRecipe(_results), *args)
@@ -405,7 +405,7 @@ def test_what_a_stack_of_kernels_does_not_take(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_kept_copies_change_no_bit(name):
-    """Of a stack, as `dense`'s: quantized once, with the amax recorded then, and not again."""
+    """A stack's kept copies, like those of `dense`, are quantized once, with the amax recorded then, and not again."""
     recipe = EVERY[name]
     x, kernel, bias, dy, offsets = operands("even", "bfloat16")
     options = given(recipe) | {"align": 16}

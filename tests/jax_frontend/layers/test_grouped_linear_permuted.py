@@ -42,7 +42,7 @@ PLAIN = {n: r for n, r in tools.PLAIN_RECIPES.items() if n in EVERY}
 
 
 def map_for(name: str, rows: int | None = None, tokens: int = T) -> dj.RowMap:
-    """Of two experts a token, of which one in eight is none."""
+    """Returns a row map of two experts for each token, of which one in eight is absent."""
     rng = cases.rng_for(f"routing-{name}")
     ids = top_k(rng, tokens, G, 2)
     ids[rng.random(ids.shape) < 0.125] = -1
@@ -61,7 +61,7 @@ def operands(name: str, m: dj.RowMap, dtypes: tuple[str, str, str] = ("float32",
 
 
 def composed(x: Any, kernel: Any, bias: Any, m: dj.RowMap, **options: Any) -> Any:
-    """What a map of rows stands for."""
+    """Computes the composition that a row map stands for."""
     return dj.grouped_dense(dj.moe_permute(x, m)[0], kernel, bias, m.expert_offsets, align=ALIGN, **options)
 
 

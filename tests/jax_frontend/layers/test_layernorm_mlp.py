@@ -224,7 +224,7 @@ def test_transformations(recipe):
 
 @EVERY
 def test_each_gradient_alone(recipe):
-    """What else is differentiated changes no gradient's bits."""
+    """The choice of the other differentiated arguments changes no gradient's bits."""
     args, dy = fl.mlp_operands(dtype="bfloat16")
     options = fl.given(recipe, "layernorm_mlp")
     full, _ = run(recipe, args, dy, **options)

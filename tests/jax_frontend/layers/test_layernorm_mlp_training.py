@@ -61,7 +61,7 @@ KINDS = pytest.mark.parametrize("kind", [DENSE, MLP, GATED], ids=lambda k: k.nam
 @KINDS
 @EVERY
 def test_inputs_made_again_have_the_same_bits(recipe, kind):
-    """Of the norm's output; amaxes too."""
+    """The norm's output is computed again with the same bits, and amaxes are too."""
     args, dy = kind.drawn(recipe)
     options = fl.given(recipe, kind.module)
     want, states = kind.run(recipe, args, dy, **options)
@@ -194,7 +194,7 @@ def _layers(activation, x, gamma, beta, k1, b1, k2, b2):
 
 
 def _kept(f, args):
-    """What backward keeps, but for parameters that are known to be them."""
+    """Returns the values that backward keeps, except parameters that are known as such."""
     _, pull = jax.vjp(f, *args)
     parameters = {id(a) for a in args[1:]}
     return list({id(v): v for v in jax.tree.leaves(pull) if id(v) not in parameters}.values())

@@ -169,7 +169,7 @@ def with_state(recipe, x, kernel, bias, states):
 
 
 def test_saved_copies_are_quantized_ones():
-    """What a forward keeps takes a byte an element, or half of one."""
+    """A forward keeps one byte for each element, or half of one."""
     for name, largest in (("hybrid", 1), ("fp4", 0.5), ("delayed", 1)):
         recipe, (x, kernel, bias, _), states = case(name)
         pull = jax.vjp(functools.partial(with_state, recipe), x, kernel, bias, states)[1]

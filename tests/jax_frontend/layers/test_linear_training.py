@@ -99,7 +99,7 @@ def test_kept_copies_record_the_amax_once():
 @tools.WRAP
 @pytest.mark.parametrize("name", [*tools.PLAIN_RECIPES, "fp8-delayed"])
 def test_a_quantized_kernel(name, wrap):
-    """What is computed is what its values give, and its gradient goes to main_grad."""
+    """A quantized kernel computes the same as its values, and its gradient goes to main_grad."""
     recipe = tools.PLAIN_RECIPES.get(name, DelayedScaling())
     x, kernel, bias, dy = operands(recipe)
     states = st.init_state(recipe) or None

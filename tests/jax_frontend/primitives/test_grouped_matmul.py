@@ -83,7 +83,7 @@ def test_offsets_that_lie():
 
 
 def test_nothing_leaks_between_groups():
-    """What is in no group, and weights that are not finite, change nothing elsewhere."""
+    """Rows in no group, and weights that are not finite, change nothing elsewhere."""
     a, w, bias, dy = drawn(80, 4, "float32")
     offsets = jnp.asarray((3, 8, 8, 41, 75), jnp.int32)
     want = products(a, w, bias, dy, offsets)

@@ -293,7 +293,7 @@ def lent_to_a_branch(kernel, s, taken, times=1):
 
 
 def inputs_of_layers(taken):
-    """What the layers of `lent_to_a_branch` read behind the first."""
+    """Returns the inputs of the layers of `lent_to_a_branch` behind the first."""
 
     def layer(y):
         return dense(y, KERNEL, recipe=RECIPE, state=st.init_state(RECIPE), record=False)

@@ -36,7 +36,7 @@ OPERATIONS = {
     "transposed": ("First operation of A whose result B does not have: result:h.1.attn.v/linear.out",),
     "residual": ("No single operation",),  # what B does is no row of the table
 }
-"""What is said of the operations in the module that makes a difference."""
+"""The expected lines about the operations in the module that makes a difference."""
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from diptych.lab.traces import Entry, Trace, Writer, bits_of
 
 
 def site(name: str, value: np.ndarray, kind: str = "activation", **more: object) -> Entry:
-    """What a frontend hands over of an array."""
+    """Returns the entry with which a frontend hands over an array."""
     form, bits = bits_of(np.asarray(value))
     return entry(name, bits, form.name, kind, **more)
 

@@ -23,7 +23,7 @@ FAULTS = {
     "reduction": "loss",
     "transposed": "h.1.v",
 }
-"""What can be wrong, and the first site that differs by it."""
+"""The faults that a model can have, each with the first site that differs."""
 
 
 def parameters(seed: int = 0) -> dict[str, torch.Tensor]:

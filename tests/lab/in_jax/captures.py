@@ -35,7 +35,7 @@ class Deep(linen.Module):
 
 
 class Recorded(NamedTuple):
-    """What calls returned, and the trace: each step's observations by key."""
+    """The results of calls, and the trace: each step's observations by key."""
 
     results: list[Any]
     steps: list[dict[str, Observation]]

@@ -1,4 +1,4 @@
-"""What a capture keeps between calls: traces, programs and copies of arguments; and names that need care."""
+"""A capture keeps traces, programs and copies of arguments between calls; and names that need care."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_cross_entropy(shape, axis, ignored, dtype):
     "kind, options", [("silu", {}), ("gelu", {"approximate": True}), ("gelu", {"approximate": False})], ids=str
 )
 def test_activations_of_all_values_are_within_their_bounds(kind, options, dtype):
-    """Of half of the largest value at most: x + x is more than that in a framework's gelu."""
+    """Inputs are at most half of the largest value, since a framework's gelu computes x + x, which may overflow."""
     x = np.arange(2**16, dtype=np.uint16)
     x = Bits(dtype, x[(x & 0x7FFF) < {"bfloat16": 0x7F00, "float16": 0x7800}[dtype]])
     out = frontend.replay(Op(kind, {"x": x}, options, {}), "cpu")

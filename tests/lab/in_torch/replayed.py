@@ -72,7 +72,8 @@ class Runs(nn.Module):
 
 
 def recorded_of(tmp_path, function):
-    """What a capture has of the functions that a model runs; all of them give the same bits again."""
+    """Returns the operations that a capture records of a model's functions, after it has checked that all give the same
+    bits again."""
     model = Runs(function)
 
     def step():

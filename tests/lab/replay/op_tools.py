@@ -23,7 +23,7 @@ def op(kind: str, inputs: dict[str, np.ndarray], out: Any, **options: Any) -> Op
 
 
 def entries(made: Op, path: str = "h.0", call: int = 0) -> list[Entry]:
-    """What a capture records of an operation."""
+    """Returns the entries that a capture records of an operation."""
     found, operation = [], Operation(made.kind, table.encoded(made.kind, made.options))
     for name, bits in made.inputs.items():
         found.append(trace_tools.entry(f"{path}/{made.kind}.{name}", bits.data, bits.dtype, "operand", call=call))

@@ -235,7 +235,7 @@ def test_stopping_early_leaves_no_thread_behind(tmp_path):
 
 
 def test_memory_is_bounded(tmp_path):
-    """Of two times 64 MB, less than 16 MB are ever in memory besides the mapped files. NumPy reports its memory to
+    """Less than 16 MB of two tensors of 64 MB are ever in memory besides the mapped files. NumPy reports its memory to
     tracemalloc."""
     n, sides = 2**21, []
     for name in "ab":

@@ -16,8 +16,8 @@ pytestmark = [needs_gloo, pytest.mark.sampled]
 
 
 def _cells() -> list[Any]:
-    """Of FSDP2 x TP each recipe each way eagerly, and some compiled; modes and dtypes in turn. A long sweep runs the
-    others."""
+    """Returns cells of FSDP2 x TP: each recipe each way eagerly, and some compiled; modes and dtypes take turns. A long
+    sweep runs the others."""
     cells = []
     numbers = itertools.product(enumerate(RECIPES), enumerate(WAYS), enumerate(("column", "row")), (False, True))
     for (i, recipe), (j, way), (k, mode), compiled in numbers:

@@ -158,7 +158,7 @@ def train_without(masters: nn.Sequential, case: Case, recipe: Any, mesh: Any) ->
 
 
 def train(rank: int, groups: Any, case: Case) -> list[dict[str, Any]]:
-    """What the sharded model makes, and the other."""
+    """Returns the results of the sharded model and of the other one."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch._dynamo.reset()

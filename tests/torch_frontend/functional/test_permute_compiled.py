@@ -23,7 +23,7 @@ BACKENDS = ("aot_eager", pytest.param("inductor", marks=slow))
 
 
 class Inputs:
-    """What the functions are given, as tensors of a region's own; the same for the same size."""
+    """The inputs of the functions, as tensors of a region's own, equal for equal sizes."""
 
     def __init__(self, tokens: int, dtype: torch.dtype, device: str) -> None:
         g = torch.Generator().manual_seed(tokens)

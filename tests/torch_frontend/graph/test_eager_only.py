@@ -1,4 +1,4 @@
-"""What cannot be compiled: an error that names it under fullgraph, else one warning, and eager results."""
+"""Code that cannot be compiled raises an error that names it under fullgraph; else it warns once and runs eagerly."""
 
 from __future__ import annotations
 

@@ -28,9 +28,10 @@ BLOCKS = quantizer("fp8_e4m3_1x128")
 def graphs(
     fn: Any, *args: Any, backend: str = "inductor", inference_cse: bool = False
 ) -> tuple[Any, list[Counter[str]]]:
-    """What fn returns compiled, and the ops of ours in each graph, after the backend's own passes.
+    """Returns fn's compiled result, and diptych's ops in each graph after the backend's own passes.
 
-    `inference_cse`: and after torch's elimination of common subexpressions, which it runs on training graphs only.
+    `inference_cse`: whether torch's elimination of common subexpressions, which it runs on training graphs only, runs
+    too.
     """
     found: list[Counter[str]] = []
 

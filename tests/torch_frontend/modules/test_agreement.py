@@ -48,7 +48,7 @@ def of(kind: str, dtype: str = "bfloat16") -> torch.Tensor:
 
 
 def said_by(net: Any, recipe: Any, *inputs: Any) -> str:
-    """What a step raises; `recipe`: None for high precision."""
+    """Returns the error that a step raises. `recipe`: None for high precision."""
     try:
         with dt.autocast(recipe=recipe, enabled=recipe is not None):
             net(*inputs).sum().backward()

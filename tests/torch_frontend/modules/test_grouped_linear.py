@@ -100,7 +100,8 @@ def test_outside_of_regions_it_is_a_loop_of_linears(dtype):
 
 @pytest.mark.parametrize("native", (False, True))
 def test_products_that_wait_for_no_size(native, monkeypatch):
-    """What CUDA runs in high precision, here on the CPU: with torch's grouped product, and with one masked for each."""
+    """The products that CUDA runs in high precision run here on the CPU: torch's grouped product, and a masked one for
+    each group."""
     monkeypatch.setattr(grouped_matmul, "_native", lambda *_: native)
     dtype = "bfloat16" if native else "float32"
     w, bias = normal("w", (4, N, K), dtype), normal("b", (4, N), dtype)

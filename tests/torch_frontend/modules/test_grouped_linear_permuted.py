@@ -39,7 +39,7 @@ ROWS = (None, 96, 160)  # as many as any routing needs; too few, so that some ar
 
 
 def map_for(name: str, rows: int | None = None, device: str = "cpu", tokens: int = T) -> dt.RowMap:
-    """Of two experts a token, of which one in eight is none."""
+    """Returns a row map of two experts for each token, of which one in eight is absent."""
     rng = cases.rng_for(f"routing-{name}")
     ids = top_k(rng, tokens, E, 2)
     ids[rng.random(ids.shape) < 0.125] = -1
@@ -47,7 +47,7 @@ def map_for(name: str, rows: int | None = None, device: str = "cpu", tokens: int
 
 
 def composed(model: Any) -> Callable[..., torch.Tensor]:
-    """What a map of rows stands for."""
+    """Returns the composition that a row map stands for."""
     return lambda x, m: model(dt.moe_permute(x, m)[0], offsets=m.expert_offsets, align=ALIGN)
 
 

@@ -117,7 +117,7 @@ class _Plain(torch.nn.Module):
 
 
 def _saved_bytes(module, x, recipe=None):
-    """Of the storages that backward keeps, but for parameters, each once."""
+    """Returns the bytes of the storages that backward keeps, except parameters, each counted once."""
     kept, owned = {}, {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def pack(t):

@@ -84,7 +84,7 @@ def train(rank: int, groups: Any, case: str) -> dict[str, Any]:
 
 
 def reference(name: str, way: str, device: str) -> list[dict[str, Any]]:
-    """What each rank has."""
+    """Returns the expected results of each rank."""
     nets = [model(name, way, rank, device) for rank in range(RANKS)]
     optimizers = [optimizer_of(net) for net in nets]
     made: list[dict[str, Any]] = [{"outs": [], "grads": []} for _ in nets]

@@ -66,7 +66,7 @@ def train(net, recipe, rank: int, world: int, groups, compiled: bool = False):
 
 
 def on_rank(rank, groups):
-    """What training ends with on a rank of two."""
+    """Returns the final results of training on one of two ranks."""
     made = {}
     for name, recipe in RECIPES.items():
         torch._dynamo.reset()

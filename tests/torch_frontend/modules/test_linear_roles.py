@@ -47,7 +47,7 @@ class Without:
 
 
 def _rounded(x, quantizer=None, columnwise=False):
-    """What one copy of a tensor stands for, in float64."""
+    """Returns the values that one copy of a tensor stands for, in float64."""
     q = (quantizer or MXFP8Quantizer()).with_usage(rowwise=not columnwise, columnwise=columnwise)
     return dt.quantize(x.detach(), q).dequantize(torch.float32).double()
 

@@ -47,7 +47,7 @@ MODULES: dict[str, Any] = {
 @pytest.mark.parametrize("inside", (True, False))
 @pytest.mark.parametrize("module", MODULES)
 def test_made_on_meta(module, inside):
-    """What is filled later is what would have been made at once."""
+    """Weights that are filled later equal those that are made at once."""
     region = dt.quantized_model_init(recipe=MX, preserve_high_precision_init_val=True)
     torch.manual_seed(3)
     with region:

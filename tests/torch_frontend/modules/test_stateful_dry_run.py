@@ -77,7 +77,7 @@ SILENT = {
 
 
 def _slow(cases, sample):
-    """Of the cases, which compile, a sample by default."""
+    """Marks the cases outside of a sample as slow, since they compile."""
     return [case if case in sample else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 

@@ -241,7 +241,7 @@ def test_recipes_are_built_inside_of_a_graph_too():
 
 
 def test_swap_reaches_the_whole_tree():
-    """What torch 2.11 needs: classes that exist take its metaclass, later ones inherit it, values stay as they were."""
+    """Classes that exist take torch 2.11's metaclass, later ones inherit it, and values stay as they were."""
 
     class OwnMeta(type):
         pass

@@ -161,7 +161,7 @@ def test_anything_else_is_refused(op):
 
 
 def test_change_of_dtype_or_layout():
-    """Of the logical dtype alone: what is held stays."""
+    """Only the logical dtype changes; the held tensors stay the same."""
     q = _make()
     for new in (q.float(), q.half(), q.to(torch.float32)):
         assert new.dtype == new.dequantize().dtype and new.dtype != q.dtype
