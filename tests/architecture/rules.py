@@ -144,7 +144,7 @@ def sources(root: Path, *suffixes: str) -> list[Path]:
 
 
 class _Facts(NamedTuple):
-    """What rules read of a Python file. `defined`: names of its functions, classes, variables and attributes of `self`.
+    """The facts of a Python file that rules read. `defined`: names of its functions, classes, variables and attributes of `self`.
     `dotted`: names that begin with a framework's, in code or as whole strings; `attributes`: those of other objects."""
 
     imports: list[ast.Import | ast.ImportFrom]
@@ -305,8 +305,28 @@ def remembered_nowhere(root: Path) -> list[str]:
     return broken
 
 
-def private_users(root: Path, framework: str) -> dict[str, set[str]]:
+@functools.cache  # planted violations read all files again
+def _docstrings(text: str) -> list[tuple[int, str]]:
     """Returns the line and the text of a Python file's docstrings, including those of constants."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    strings = [(node.lineno, node.value.value) for node in found if isinstance(node.value, ast.Constant)]
+    return [(line, value) for line, value in strings if isinstance(value, str)]
+
+
+def docstring_subjects(root: Path) -> list[str]:
+    """Returns docstrings that begin with "What" or "Of", which leave their sentence without a subject."""
+    broken = []
+    for path in sources(root, ".py"):
+        for line, value in _docstrings(path.read_text()):
+            if begins := re.match(r"\s*(what|of)\b", value, re.IGNORECASE):
+                broken.append(f"{path.relative_to(root)}:{line}: a docstring begins with {begins[1]!r}")
+    return broken
+
+
+def private_users(root: Path, framework: str) -> dict[str, set[str]]:
+    """Returns the files of a panel, and of the lab's part for it, that name the framework's private API, with what they
+    name: dotted names with a part that begins with an underscore, and attributes that begin with one and that the
+    project does not define."""
     packages = [path for folder in PACKAGES.values() for path in (root / folder).rglob("*.py")]
     own = OPEN_ATTRIBUTES.union(*[_facts(path.read_text()).defined for path in packages])
     found = {}
@@ -319,7 +339,7 @@ def private_users(root: Path, framework: str) -> dict[str, set[str]]:
 
 
 def private_names(root: Path) -> list[str]:
-    """Returns docstrings that begin with "What" or "Of", which leave their sentence without a subject."""
+    """Returns names of a framework's private API outside of the room for them."""
     return [
         f"{file} names {name}"
         for framework in ROOMS
@@ -453,6 +473,7 @@ ALL = (
     kernels_named_once,
     remembered_nowhere,
     private_names,
+    docstring_subjects,
     mirrored,
     tests_mirrored,
     room_arrows,

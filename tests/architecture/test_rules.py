@@ -47,6 +47,9 @@ VIOLATIONS = [
             ("primitives/x", 'WHERE = "torch._dynamo.eval_frame"\n'),
         )
     ),
+    (rules.docstring_subjects, "lab/diptych/lab/x.py", '"""What a file is."""\n'),
+    (rules.docstring_subjects, "common/diptych/common/x.py", 'class X:\n    """Of: a class."""\n'),
+    (rules.docstring_subjects, "tests/x.py", 'X = 1\n"""Of a constant."""\n'),
     (rules.private_names, "jax_frontend/diptych/jax/state/x.py", "from jax._src import core\n"),
     (rules.private_names, "lab/diptych/lab/torch/x.py", "import torch\n\ntorch._C.DisableTorchFunction()\n"),
     (rules.mirrored, "torch_frontend/diptych/torch/x.py", ""),

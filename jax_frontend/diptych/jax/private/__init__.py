@@ -1,1 +1,1 @@
-"""What diptych borrows of JAX's private API (`jax._src`). No other room names any of it."""
+"""The names of JAX's private API (`jax._src`) that diptych uses. No other room names any of it."""

@@ -1,1 +1,1 @@
-"""What diptych borrows of torch's private API, each name in one file, by subject. No other room names any of it."""
+"""The names of torch's private API that diptych uses, each in one file, by subject. No other room names any of it."""

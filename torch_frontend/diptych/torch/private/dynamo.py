@@ -1,4 +1,4 @@
-"""What needs torch._dynamo, which takes a second to import: import this file inside of functions, which Dynamo alone
+"""Names of torch._dynamo, which takes a second to import: import this file inside of functions, which Dynamo alone
 runs or traces."""
 
 from __future__ import annotations

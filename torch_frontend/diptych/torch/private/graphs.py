@@ -1,4 +1,4 @@
-"""What traces tensors: fake tensors, torch.export, and Dynamo as far as it need not be imported (`dynamo.py`)."""
+"""Tracing of tensors: fake tensors, torch.export, and Dynamo as far as it need not be imported (`dynamo.py`)."""
 
 from __future__ import annotations
 
