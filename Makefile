@@ -12,7 +12,8 @@ ASAN := build/asan
 PAIRS := build/pairs
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs lint stub bench setup clean
+.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs versions versions-torch \
+  versions-jax lint stub bench setup clean
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
@@ -79,6 +80,40 @@ $(PAIRS)/.installed: constraints-pairs.txt | setup
 	$(BIN)/python -m venv --clear $(PAIRS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" >"$$($(PAIRS)/bin/python $(SITE))/environment.pth"
 	$(PAIRS)/bin/python -m pip install -q --no-deps -r constraints-pairs.txt
+	touch $@
+
+# The oldest torch and the newest JAX that are supported, each in an environment of its own, which runs a part of the
+# tests that takes minutes: private API of the framework, tracing, states, layers. NEWER is the Python of the newest JAX.
+# The newest torch is tried by hand: `make versions TORCH=2.14.1`.
+TORCH ?= 2.11.0
+JAX ?= 0.12.*
+NEWER ?= $(shell for p in python3.12 python3.13 "$$(pyenv root 2>&1)"/versions/3.1[23].*/bin/python; do \
+  "$$p" -c "" 2>/dev/null && echo "$$p" && break; done)
+VERSIONS := build/versions
+OLD_TORCH := $(VERSIONS)/torch-$(TORCH)
+NEW_JAX := $(VERSIONS)/jax
+
+versions: versions-torch versions-jax
+
+versions-torch: $(OLD_TORCH)/.installed
+	$(OLD_TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(addprefix tests/torch_frontend/,private graph state)
+
+versions-jax: $(NEW_JAX)/.installed
+	JAX_PLATFORMS=cpu $(NEW_JAX)/bin/python -m pytest -n 2 --dist worksteal -q \
+	  $(addprefix tests/jax_frontend/,primitives jaxprs state layers)
+
+# All other packages are the project's environment's. pip would need nothing of torch's CUDA libraries on a machine without
+# a GPU, but `import torch` does.
+$(OLD_TORCH)/.installed: | setup
+	$(BIN)/python -m venv --clear $(OLD_TORCH)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" >"$$($(OLD_TORCH)/bin/python $(SITE))/environment.pth"
+	$(OLD_TORCH)/bin/python -m pip install -q torch==$(TORCH)
+	touch $@
+
+$(NEW_JAX)/.installed: pyproject.toml
+	$(NEWER) -m venv --clear $(NEW_JAX)
+	DIPTYCH_CUDA=off $(NEW_JAX)/bin/python -m pip install -q . "jax==$(JAX)" "jaxlib==$(JAX)" optax \
+	  pytest pytest-xdist hypothesis allpairspy
 	touch $@
 
 lint: setup

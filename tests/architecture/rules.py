@@ -144,8 +144,9 @@ def sources(root: Path, *suffixes: str) -> list[Path]:
 
 
 class _Facts(NamedTuple):
-    """The facts of a Python file that rules read. `defined`: names of its functions, classes, variables and attributes of `self`.
-    `dotted`: names that begin with a framework's, in code or as whole strings; `attributes`: those of other objects."""
+    """The facts of a Python file that rules read. `defined`: names of its functions, classes, variables and attributes
+    of `self`. `dotted`: names that begin with a framework's, in code or as whole strings; `attributes`: those of other
+    objects."""
 
     imports: list[ast.Import | ast.ImportFrom]
     defined: set[str]
