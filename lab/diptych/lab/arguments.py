@@ -22,10 +22,17 @@ def parser() -> argparse.ArgumentParser:
         prog="diptych", description="Low-precision training with the same kernels and bits in PyTorch and JAX."
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_doctor, _train, _compare, _diff, _replay, _bisect):
+        add(commands)
+    return made
 
+
+def _doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine runs natively, emulated or not at all, and why")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
 
+
+def _train(commands: Any) -> None:
     train = commands.add_parser("train", help="train the demo model in one framework", formatter_class=_Formatter)
     train.add_argument("--framework", choices=FRAMEWORKS, required=True, help="where to train")
     train.add_argument("--recipe", choices=("none", *RECIPES), default="fp8-current", help="none is high precision")
@@ -45,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--overwrite", action="store_true", help="start anew although --out holds a checkpoint")
 
+
+def _compare(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
         help="train in torch and JAX, in high precision and low, and report how closely they agree",
@@ -74,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
         "named); the comparison must then fail",
     )
 
+
+def _diff(commands: Any) -> None:
     diff = _described(
         commands,
         "diff",
@@ -100,6 +111,8 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", type=_path, metavar="FILE", help="write all that was found")
     diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
 
+
+def _replay(commands: Any) -> None:
     replay = _described(
         commands,
         "replay",
@@ -116,6 +129,8 @@ def parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--json", type=_path, metavar="FILE", help="write what was found")
 
+
+def _bisect(commands: Any) -> None:
     bisect = _described(
         commands,
         "bisect",
@@ -132,7 +147,6 @@ def parser() -> argparse.ArgumentParser:
     bisect.add_argument("--map", type=_path, metavar="FILE", help="JSON: B's names for names of A")
     bisect.add_argument("--out", type=_path, metavar="FILE", help="write the script there")
     bisect.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    return made
 
 
 def _described(commands: Any, name: str, says: str) -> argparse.ArgumentParser:

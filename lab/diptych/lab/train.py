@@ -65,6 +65,11 @@ def kernel_calls() -> dict[str, int]:
     return calls
 
 
+def _require_finite(loss: float, what: str) -> None:
+    if not np.isfinite(loss):
+        raise TrainingError(f"{what} is {loss}; try a smaller --lr")
+
+
 def run(
     frontend: Frontend,
     job: Job,
@@ -116,15 +121,12 @@ def run(
             at = time.perf_counter()
             loss = trainer.step(batch)
             durations.append(time.perf_counter() - at)
-            if not np.isfinite(loss):
-                raise TrainingError(f"{name}: the loss of step {step} is {loss}; try a smaller --lr")
+            _require_finite(loss, f"{name}: the loss of step {step}")
             losses.append(loss)
             done, held_loss = step + 1, None
             if done in evaluations:
                 held_loss = float(np.mean([trainer.evaluate(b) for b in held_out]))
-                if not np.isfinite(held_loss):
-                    raise TrainingError(f"{name}: the validation loss after {done} steps is {held_loss}; "
-                                        "try a smaller --lr")  # fmt: skip
+                _require_finite(held_loss, f"{name}: the validation loss after {done} steps")
                 validation[done] = held_loss
                 evaluated += len(held_out)
             if done % max(1, steps // SCALE_SAMPLES) == 0 and (held := trainer.scales()):
