@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 CUDA = "core_cuda/cuda"
-PRODUCTS = (f"{CUDA}/gemm/*", f"{CUDA}/grouped/*")
+PRODUCTS = (f"{CUDA}/gemm/*", f"{CUDA}/grouped/*", f"{CUDA}/products/*")
 QUANTIZE = (f"{CUDA}/quantize/*",)
 ROOMS = ("primitives", "tensors", "graph", "functional", "state", "layers", "modules")  # those that a step runs
 TORCH = (

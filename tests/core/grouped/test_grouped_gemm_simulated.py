@@ -18,7 +18,7 @@ from core.grouped_runner import KINDS, PRODUCTS, Case, arguments, grouped_cases
 from core.simulation import Tensor
 
 pytestmark = pytest.mark.simulated
-SOURCE = "grouped_native.cpp"
+SOURCE = "products.cpp"
 PAIRS = [
     *[(a, b) for a in cases.TENSOR_FORMATS for b in cases.TENSOR_FORMATS],
     *[("fp8_e4m3_1x128", b) for b in ("fp8_e4m3_1x128", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "fp8_e5m2_128x128")],
@@ -160,7 +160,7 @@ def cutting():
     """The library in which decoded operands are bounded by `most` bytes, and pieces may be small."""
     old = f"constexpr int64_t kMost = int64_t{{3}} << {(MOST // 3).bit_length() - 1}, kCut = 2048, kLeast = {LEAST};"
     new = "const int64_t &kMost = g_most, kCut = 256, kLeast = 512;"
-    return simulation.built(SOURCE, patch=("cuda/grouped/decoded.cpp", old, new))
+    return simulation.built(SOURCE, patch=("cuda/products/decoded.cpp", old, new))
 
 
 def same_in_pieces(library: ctypes.CDLL, cutting: ctypes.CDLL, case: Case, *, dense: bool = False) -> None:
@@ -224,8 +224,8 @@ def test_fast_accumulation(library):
         check(library, case, fast_accum=True)
 
 
-PRODUCTS_OF, FEED = "cuda/grouped/native.cuh", "cuda/grouped/native_feed.cuh"
-DECODE, STORE = "cuda/grouped/native_decode.cuh", "cuda/grouped/native_store.cuh"
+PRODUCTS_OF, FEED = "cuda/products/native.cuh", "cuda/products/native_feed.cuh"
+DECODE, STORE = "cuda/products/native_decode.cuh", "cuda/products/native_store.cuh"
 BROKEN = {
     "operands released before they are read": (
         PRODUCTS_OF,

@@ -3,8 +3,8 @@
 // tiles they take tiles side by side and share A's. Tall tiles all lie side by side.
 #pragma once
 
-#include "cuda/grouped/native.h"
 #include "cuda/grouped/walk.cuh"
+#include "cuda/products/native.h"
 
 namespace diptych::cuda {
 

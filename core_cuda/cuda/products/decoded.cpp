@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/base/device.h"
-#include "cuda/grouped/native.h"
+#include "cuda/products/native.h"
 
 namespace diptych::cuda {
 namespace {

@@ -1,5 +1,5 @@
 // The native grouped kernel for 1 x 128 and 128 x 128 blocks: their scales multiply the partial sum of each 128 k.
-#include "cuda/grouped/native.cuh"
+#include "cuda/products/native.cuh"
 
 namespace diptych::cuda {
 

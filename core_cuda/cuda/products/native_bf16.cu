@@ -1,5 +1,5 @@
 // Operands decoded to bfloat16: no scale is left but per-tensor ones, which the epilogue multiplies.
-#include "cuda/grouped/native.cuh"
+#include "cuda/products/native.cuh"
 
 namespace diptych::cuda {
 

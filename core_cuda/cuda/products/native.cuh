@@ -14,7 +14,7 @@
 #pragma once
 
 #include "cuda/base/launch.cuh"
-#include "cuda/grouped/native_feed.cuh"
+#include "cuda/products/native_feed.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/wgmma.cuh"
 

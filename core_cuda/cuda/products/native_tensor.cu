@@ -1,5 +1,5 @@
 // The native grouped kernel for per-tensor scales, which are applied at the end of a tile.
-#include "cuda/grouped/native.cuh"
+#include "cuda/products/native.cuh"
 
 namespace diptych::cuda {
 
