@@ -11,7 +11,7 @@
 DIPTYCH_TARGET_BEGIN("avx2,fma,f16c")
 #define DIPTYCH_ISA avx2
 #define DIPTYCH_LANES 8
-#include "cpu/isa/simd_gemm.h"
+#include "cpu/isa/make_kernels.h"
 
 namespace diptych::cpu::avx2 {
 static constexpr Kernels table = make_kernels("avx2");

@@ -14,7 +14,7 @@
 DIPTYCH_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #define DIPTYCH_ISA avx512
 #define DIPTYCH_LANES 16
-#include "cpu/isa/simd_gemm.h"
+#include "cpu/isa/make_kernels.h"
 
 namespace diptych::cpu::avx512 {
 static constexpr Kernels table = make_kernels("avx512");

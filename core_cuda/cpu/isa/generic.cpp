@@ -1,7 +1,7 @@
 // The kernels for any processor: four lanes, which GCC and Clang map to SSE2 or NEON.
 #define DIPTYCH_ISA generic
 #define DIPTYCH_LANES 4
-#include "cpu/isa/simd_gemm.h"
+#include "cpu/isa/make_kernels.h"
 
 namespace diptych::cpu {
 
