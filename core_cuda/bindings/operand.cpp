@@ -4,6 +4,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "errors.h"
 #include "program.h"
 
 namespace diptych::bind {
@@ -80,12 +81,6 @@ Execution execution_on(const dl::ExchangeApi* api, dl::Device device) {
   if (e.device.backend == Backend::cuda && api->current_work_stream(device.type, e.device.index, &e.stream) != 0)
     throw py::error_already_set();
   return e;
-}
-
-void raise(const char* error, const std::string& message) {
-  const py::object type = py::module_::import("diptych.common.errors").attr(error);
-  PyErr_SetString(type.ptr(), message.c_str());
-  throw py::error_already_set();
 }
 
 Call::~Call() {

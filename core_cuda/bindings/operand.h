@@ -53,9 +53,6 @@ class Call {
   std::vector<std::pair<const void*, py::handle>> objects_;  // filled only while a Program records
 };
 
-// Raises an exception of diptych.common.errors, by its name there.
-[[noreturn]] void raise(const char* error, const std::string& message);
-
 // Converts a number or flag of a tuple. A value that T cannot hold is a TypeError, as for pybind11's own arguments.
 template <class T>
 T scalar(py::handle value, const char* arg) {

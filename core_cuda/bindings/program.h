@@ -8,14 +8,11 @@
 #include <vector>
 
 #include "diptych/ops.h"
-#include "diptych/warn.h"
+#include "errors.h"
 #include "interrupt.h"
 #include "operand.h"
 
 namespace diptych::bind {
-
-// Issues the warnings as EmulationWarnings, then raises the Python exception of the status's code.
-void finish(const Status& status, const WarningCollector& warnings);
 
 // Between `start` and `stop` every op of this thread is added. `seal` then assigns the tensors that the ops used to
 // inputs, outputs and scratch, and `run` runs the ops. A program that is deleted while it records stops recording. Each
