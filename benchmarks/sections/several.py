@@ -29,7 +29,7 @@ from benchmarks.results import Row, failed
 from benchmarks.sections import cut
 from benchmarks.sections.llama import BOUND, PlainBlock, fused, stack
 from diptych.common import RECIPES
-from diptych.torch.functional.quantize import max_over
+from diptych.torch.functional.amax_group import max_over
 
 BACKEND = "inductor"  # of torch.compile; tests compile without it
 BEHIND = "the hosts did not get ahead of the GPUs"

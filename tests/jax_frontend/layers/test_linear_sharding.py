@@ -15,7 +15,7 @@ from sweeps import named
 import diptych.jax as dj
 import oracle
 from diptych.common.quantizers import ROW_AMAX
-from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.functional.amax_group import max_over
 from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
@@ -189,7 +189,7 @@ def test_delayed_scaling_over_a_mesh(mesh):
 
     def step(x, scale, history):
         copies, recorded = quantize_ops.quantize_delayed(x[0], quantizer, scale, history)
-        history, scale = dj.scale_update(history, scale, reduced=quantize_verbs.max_over(recorded[:1], "i"))
+        history, scale = dj.scale_update(history, scale, reduced=max_over(recorded[:1], "i"))
         return copies["rowwise_data"][None], recorded[None], copies["rowwise_scale_inv"], history, scale
 
     f = jax.shard_map(step, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=(P("i"), P("i"), P(), P(), P()))

@@ -15,7 +15,7 @@ from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import Quantizer
-from diptych.jax.functional.quantize import group_amaxes
+from diptych.jax.functional.amax_group import group_amaxes
 from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives.checks import dtype_name, factor, small_operand, to_array
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedStack

@@ -19,7 +19,7 @@ import jax
 
 from diptych.common.ops.norm import NormOptions
 from diptych.common.quantizers import Quantizer
-from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.functional.amax_group import group_amaxes, max_over
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.ffi import Source
 from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
@@ -58,7 +58,7 @@ class FusedInput:
     def with_amax(self, group: Any) -> FusedInput:
         """Returns this source with its amax computed, reduced over the mesh axes `group`, if any."""
         amax = quantize_ops.amax(self.x, 0, self.source, self.operands, columnwise=True)[0]
-        return dataclasses.replace(self, amax=quantize_verbs.max_over(amax, group) if group else amax)
+        return dataclasses.replace(self, amax=max_over(amax, group) if group else amax)
 
     def quantize(
         self,
@@ -75,7 +75,7 @@ class FusedInput:
         if self.amax is not None and scale is None and quantizer.format.per_tensor:
             given["amax"] = self.amax
         elif amax_group is not None:
-            given |= quantize_verbs.group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
+            given |= group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
         buffers = quantize_ops.quantize(
             self.x,
             quantizer,

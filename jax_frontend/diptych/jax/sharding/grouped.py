@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from diptych.common.formats import FormatRow, format_by_name
 from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
-from diptych.jax.functional.quantize import largest_amaxes
+from diptych.jax.functional.amax_group import largest_amaxes
 from diptych.jax.primitives.checks import copy_length
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.grouped import grouped_gemm_p, quantize_stack_p

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from diptych.common.formats import format_by_name
 from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, SQUARE, Quantizer
-from diptych.jax.functional.quantize import largest_amaxes
+from diptych.jax.functional.amax_group import largest_amaxes
 from diptych.jax.primitives.ffi import Batch, Source
 from diptych.jax.primitives.quantize import COMPUTE, GIVEN, amax_p, quantize_p
 from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_factors, join, row_factors

@@ -20,7 +20,7 @@ import jax
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow
-from diptych.jax.functional.quantize import max_over
+from diptych.jax.functional.amax_group import max_over
 from diptych.jax.primitives.checks import axes_of
 
 Array = jax.Array

@@ -31,7 +31,7 @@ from diptych.common.errors import ArgumentError, CheckpointError, DTypeError, Re
 from diptych.common.layers.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.functional.amax_group import max_over
 from diptych.jax.primitives.checks import dtype_of
 from diptych.jax.state.amax_check import check_of, checked, following, is_valid, marked_by, where
 
@@ -163,7 +163,7 @@ def varying(x: Any) -> frozenset[Any]:
 def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
     """Returns an amax that varies over `axes` only, as the maximum over other axes, so that a state keeps its type."""
     over = tuple(sorted(varying(amax) - axes, key=str))
-    return quantize_verbs.max_over(amax, over) if over else amax
+    return max_over(amax, over) if over else amax
 
 
 def record(state: ScaleState, *amaxes: Array) -> ScaleState:

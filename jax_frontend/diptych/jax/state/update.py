@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional import scale_update as scale_update_verbs
+from diptych.jax.functional.amax_group import max_over
 from diptych.jax.state.amax_check import checked, where
 from diptych.jax.state.scales import ScaleState, fp8_max, map_states, read_ref, update_axes, varying
 
@@ -56,8 +56,8 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
     if axes:
         over = tuple(sorted(varying(history) & set(axes), key=str))
         if over:  # earlier entries are equal on all devices; the maximum makes their type say so
-            history, scale = quantize_verbs.max_over(history, over), quantize_verbs.max_over(scale, over)
-        reduced = history[:1] if over else quantize_verbs.max_over(history[:1], axes)
+            history, scale = max_over(history, over), max_over(scale, over)
+        reduced = history[:1] if over else max_over(history[:1], axes)
     if callable(algo):
         last = history[:1] if reduced is None else jnp.where(reduced != 0, reduced, history[:1])
         chosen = _chosen(algo, history, last)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.torch.functional.quantize import max_over
+from diptych.torch.functional.amax_group import max_over
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.private.sharding import local_tensor
 

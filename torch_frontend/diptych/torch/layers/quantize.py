@@ -14,6 +14,7 @@ from diptych.common.layers.schedule import OFFSETS, Call, late_states
 from diptych.common.ops.shapes import rows_cols
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
+from diptych.torch.functional.amax_group import group_amaxes
 from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph import program
 from diptych.torch.layers.options import Options
@@ -102,7 +103,7 @@ def quantize_weight(
             scale, history = scale_of(call, options, scales)
             each = scale.expand(weight.shape[0]).contiguous()
         elif options.group is not None and call.reducible and given[0] is None:
-            given = quantize_verbs.group_amaxes(weight, call.quantizer, options.group, grouped_ops.amaxes)
+            given = group_amaxes(weight, call.quantizer, options.group, grouped_ops.amaxes)
         buffers = grouped_ops.quantize_stack(weight, call.quantizer, *given, each)
         if history is not None:
             record_amax(history, buffers[-1].amax(0, keepdim=True))
@@ -205,7 +206,7 @@ def quantize_operand(
         if call.state:
             scale, history = scale_of(call, options, scales)
         elif options.group is not None and call.reducible and given[0] is None:
-            given = quantize_verbs.group_amaxes(t, call.quantizer, options.group, sources.amax)
+            given = group_amaxes(t, call.quantizer, options.group, sources.amax)
         if history is not None and scale is not None:
             buffers = sources.quantize_delayed(t, call.quantizer, scale, history, wanted)
         else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.quantizers import Float8Quantizer
 from diptych.core import _core
-from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.functional.amax_group import max_over
 from diptych.torch.graph import program
 from diptych.torch.graph.program import Programs, Replay
 from diptych.torch.primitives import constants
@@ -133,7 +133,7 @@ def update_all(
         log = []
         if group is not None:
             pending = torch.cat([history[:1] for history in histories])
-            reduced = list(quantize_verbs.max_over(pending, group).split(1))
+            reduced = list(max_over(pending, group).split(1))
         # The user's code may raise, so it runs before anything changes.
         chosen = [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
     rows = list(zip(quantizers, reduced, chosen, strict=True))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import diptych.torch as dt
 from diptych.common import Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer
-from diptych.torch.functional.quantize import max_over
+from diptych.torch.functional.amax_group import max_over
 from diptych.torch.tensors.quantized import BUFFERS
 
 rank, file = int(sys.argv[1]), sys.argv[2]
