@@ -14,7 +14,8 @@ from diptych.jax.layers.grouped_linear import grouped_dense
 from diptych.jax.layers.layernorm_linear import layernorm_dense
 from diptych.jax.layers.layernorm_mlp import layernorm_mlp
 from diptych.jax.modules.linen import BIAS_INIT, KERNEL_INIT, Axes, Weighted, as_tuple, named
-from diptych.jax.modules.shared import activation_name, alignment, fc1_parts, mixture, norm_name
+from diptych.jax.modules.mixture_of_experts import alignment, mixture
+from diptych.jax.modules.shared import activation_name, fc1_parts, norm_name
 
 Array = jax.Array
 

@@ -16,8 +16,9 @@ from diptych.jax.functional.permute import RowMap
 from diptych.jax.layers.grouped_linear import grouped_dense
 from diptych.jax.layers.layernorm_linear import layernorm_dense
 from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, PARTS, layernorm_mlp, part_name
+from diptych.jax.modules.mixture_of_experts import alignment, mixture
 from diptych.jax.modules.nnx_base import BIAS_INIT, KERNEL_INIT, Layer, optional, param, scoped, value
-from diptych.jax.modules.shared import alignment, fc1_parts, mixture
+from diptych.jax.modules.shared import fc1_parts
 
 Array = jax.Array
 _STACK_INIT = nnx.initializers.lecun_normal(batch_axis=0)
