@@ -53,7 +53,7 @@ LAYER = (*PRODUCTS, *QUANTIZE, f"{CUDA}/norm/*", f"{CUDA}/activation/*", f"{CUDA
 LAYER_OPS = ("gemm", "quantize", "amax", "norm", "norm_grad", "activation", "activation_grad", "scale_update")
 GATHERS = tuple(
     f"torch_frontend/diptych/torch/distributed/{name}.py"
-    for name in ("amaxes", "columnwise", "gather", "prepare", "sharded_weight")
+    for name in ("amaxes", "columnwise", "gather", "gather_quantized", "quantized_parts", "sharded_weight")
 )
 JAX_ROOMS = ("primitives", "tensors", "functional", "state", "layers")  # of a step on one device
 JAX = (

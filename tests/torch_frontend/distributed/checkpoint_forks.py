@@ -26,7 +26,7 @@ from torch import nn
 
 import diptych.torch as dt
 from diptych.common.errors import CheckpointError
-from diptych.torch.distributed import folders
+from diptych.torch.distributed import checkpoint_folders
 from torch_frontend.distributed.checkpoint_cases import content, differing, model, optimizer_of, sharded, train
 
 _numbers = itertools.count()
@@ -97,7 +97,7 @@ def notes(folder: Path) -> list[tuple[str, int]]:
 def last_complete(folder: Path) -> int:
     root = folder / "checkpoints"
     complete = [p for p in root.glob("step-*")] if root.exists() else []
-    return int(folders.find(root, None).split("-")[1]) if complete else 0
+    return int(checkpoint_folders.find(root, None).split("-")[1]) if complete else 0
 
 
 def check(folder: Path) -> None:
@@ -130,7 +130,7 @@ def kill(folder: Path, ranks: int, times: int, seed: int) -> str:
             os.kill(pid, signal.SIGKILL)
             time.sleep(draw.choice((0, 0.02)))
         assert -signal.SIGKILL in joined(pids)  # another rank may have found out before it was killed, and raised
-        unfinished += any(folders.UNFINISHED.fullmatch(p.name) for p in (folder / "checkpoints").glob(".*"))
+        unfinished += any(checkpoint_folders.UNFINISHED.fullmatch(p.name) for p in (folder / "checkpoints").glob(".*"))
         check(folder)
         moments.append(last_complete(folder))
     same_end(folder, ranks, last_complete(folder) + 2)

@@ -248,7 +248,7 @@ def test_an_exported_file_is_one_of_safetensors(held, tmp_path):
 
 
 def test_states_of_other_ranks():
-    from diptych.torch.distributed.contents import combined
+    from diptych.torch.distributed.checkpoint_entries import combined
 
     def states(amax: float, seed: int) -> dict[str, torch.Tensor]:
         return {

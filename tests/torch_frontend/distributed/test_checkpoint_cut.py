@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import diptych.torch as dt
-from diptych.torch.distributed import pieces
+from diptych.torch.distributed import checkpoint_tensors as tensors
 from torch_frontend.distributed.checkpoint_cases import content, differing, optimizer_of
 from torch_frontend.distributed.cut_checkpoints import CASES, Layout, alone, cut_model, moved, resumed, said
 from torch_frontend.ranks import here, needs_gloo
@@ -36,7 +36,7 @@ def test_runs_are_the_indices_of_a_part(parts, cut, shards):
     for extent, rank, shard in itertools.product((0, 1, 5, 12, 24, 31), range(cut), range(shards)):
         whole = torch.arange(extent * parts)
         mine = torch.cat([_chunk(part, cut, rank) for part in whole.view(parts, extent)])
-        runs = pieces._kept(pieces._kept([(0, extent * parts)], parts, rank, cut), 1, shard, shards)
+        runs = tensors._kept(tensors._kept([(0, extent * parts)], parts, rank, cut), 1, shard, shards)
         assert all(number > 0 for _, number in runs)
         found = [i for first, number in runs for i in range(first, first + number)]
         assert found == _chunk(mine, shards, shard).tolist()
@@ -50,14 +50,14 @@ def test_views_are_rectangles_of_the_whole_tensor():
     whole = torch.arange(12 * 10).view(12, 10)
     rows, columns = [0, 1, 6, 7, 8], [2, 3, 4, 9]
     local = whole[rows][:, columns].clone()
-    made = pieces.Pieces.of("t", local, [12, 10], [[(0, 2), (6, 3)], [(2, 3), (9, 1)]], {0})
+    made = tensors.Pieces.of("t", local, [12, 10], [[(0, 2), (6, 3)], [(2, 3), (9, 1)]], {0})
     assert made.shape == (12, 10) and made.dtype == whole.dtype and len(made.views) == 4
     for (row, column), view in made.views.items():
         assert torch.equal(view, whole[row : row + view.shape[0], column : column + view.shape[1]])
         view.zero_()
     assert not local.any()  # the views share its memory, and cover it
-    with pytest.raises(pieces.CheckpointError, match=r"t \[12, 10\]: this rank holds \[5, 4\] of it, .* \[2, 10\]"):
-        pieces.Pieces.of("t", local, [12, 10], [[(0, 2)], [(0, 10)]], {0})
+    with pytest.raises(tensors.CheckpointError, match=r"t \[12, 10\]: this rank holds \[5, 4\] of it, .* \[2, 10\]"):
+        tensors.Pieces.of("t", local, [12, 10], [[(0, 2)], [(0, 10)]], {0})
     with pytest.raises(NotImplementedError, match="of Pieces"):
         made + 1
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from diptych.torch.distributed.checkpoint import Loaded, export, load, save
-from diptych.torch.distributed.prepare import prepare
+from diptych.torch.distributed.gather_quantized import gather_quantized as prepare
 
 if TYPE_CHECKING:
     from diptych.torch.distributed.styles import ColwiseParallel, PairwiseParallel, RowwiseParallel, SequenceParallel

@@ -1,9 +1,9 @@
 """Checkpoints of a model on any number of ranks, by torch.distributed.checkpoint (DCP): `save`, `load`, `export`.
 
 A checkpoint is a folder with DCP's files (`.metadata`, `*.distcp`), `rank-00000.pt` for each rank and `header.pt`; see
-`contents` for what they hold, and `folders` for where they stand and how a killed process leaves them. All functions
-are collective: every rank of the group calls them, and an error on one rank is raised on all. All ranks write into and
-read from the same file system.
+`checkpoint_entries` for what they hold, and `checkpoint_folders` for where they stand and how a killed process leaves
+them. All functions are collective: every rank of the group calls them, and an error on one rank is raised on all. All
+ranks write into and read from the same file system.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from diptych.common.errors import CheckpointError
 from diptych.common.files import replacing
-from diptych.torch.distributed import folders, safetensors
-from diptych.torch.distributed.contents import (
+from diptych.torch.distributed import checkpoint_folders, safetensors
+from diptych.torch.distributed.checkpoint_entries import (
     OPTIMIZER,
     ModelState,
     OptimizerState,
@@ -30,8 +30,8 @@ from diptych.torch.distributed.contents import (
     name_of,
     unwrapped,
 )
-from diptych.torch.distributed.pieces import Pieces, described, is_sharded
-from diptych.torch.distributed.together import agree, each, members, once, place
+from diptych.torch.distributed.checkpoint_tensors import Pieces, described, is_sharded
+from diptych.torch.distributed.collective_calls import agree, each, members, once, place
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 VERSION = 1
@@ -73,14 +73,14 @@ def save(
     root = Path(folder)
     agree("folder, step, keep or optimizer", (str(root), step, keep, optimizer is not None), group)
     tensors, own = each(lambda: _contents(model, optimizer, group), group)
-    name = once(lambda: folders.begin(root, step), group)
-    path = folders.unfinished(root, name)
+    name = once(lambda: checkpoint_folders.begin(root, step), group)
+    path = checkpoint_folders.unfinished(root, name)
     each(lambda: _write(path / _rank_file(rank), own), group)
     _dcp("written", path, lambda dcp, how: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), **how), group)
 
     def complete() -> None:
-        _write(path / folders.HEADER, {"version": VERSION, "step": step, "ranks": size, "extra": extra})
-        folders.finish(root, name, keep)
+        _write(path / checkpoint_folders.HEADER, {"version": VERSION, "step": step, "ranks": size, "extra": extra})
+        checkpoint_folders.finish(root, name, keep)
 
     once(complete, group)
     return root / name
@@ -97,15 +97,15 @@ def load(
     """Loads the latest complete checkpoint, or that of a step, into a model and its optimizer.
 
     The number of ranks may be another one than that which saved, and the model may be sharded or cut in another way.
-    States of quantizing are each rank's own, as they were saved; `contents.combined` makes those for another number of
-    ranks, and for modules that are cut over other ranks. A model needs no `prepare` before. Without `optimizer` the
-    optimizer's state is left out.
+    States of quantizing are each rank's own, as they were saved; `checkpoint_entries.combined` makes those for another
+    number of ranks, and for modules that are cut over other ranks. A model needs no `prepare` before. Without
+    `optimizer` the optimizer's state is left out.
 
     **Raises:** CheckpointError on every rank if the folder holds no complete checkpoint, or if keys, shapes or dtypes
     of the checkpoint and of the model on any rank differ; nothing has been loaded then.
     """
     root = Path(folder)
-    path = root / once(lambda: folders.find(root, step), group)
+    path = root / once(lambda: checkpoint_folders.find(root, step), group)
     plan = each(lambda: _Plan(path, model, optimizer, group), group)
     read = plan.tensors
     _dcp("read", path, lambda dcp, how: dcp.load(read, storage_reader=dcp.FileSystemReader(path), **how), group)
@@ -202,7 +202,7 @@ class _Plan:
         model = unwrapped(model)
         rank, size = place(group)
         self.path = path
-        self.header = _read(path / folders.HEADER)
+        self.header = _read(path / checkpoint_folders.HEADER)
         if self.header["version"] != VERSION:
             raise CheckpointError(f"{path}: written in format {self.header['version']}, this diptych reads {VERSION}")
         ranks = self.header["ranks"]

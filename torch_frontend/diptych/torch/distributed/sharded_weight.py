@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diptych.torch.distributed.gather import Gather
-from diptych.torch.distributed.parts import Received
+from diptych.torch.distributed.quantized_parts import Received
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.private.dispatch import no_torch_function
 from diptych.torch.private.sharding import inner_tensors
@@ -38,8 +38,8 @@ class Send:
 
 
 class ShardedWeight(Tensor):
-    """A weight's part [N / ranks, K], or a stack's [G / ranks, N, K], in high precision. `prepare` makes it of FSDP2's
-    local tensor, in place."""
+    """A weight's part [N / ranks, K], or a stack's [G / ranks, N, K], in high precision. `parallel.prepare` makes it
+    of FSDP2's local tensor, in place."""
 
     gather: Gather
     fsdp_pre_all_gather: Send

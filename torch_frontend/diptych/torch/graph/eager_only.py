@@ -27,7 +27,7 @@ class EagerOnly:
         self.reason, self.warned = reason, False
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls fn; `prepare`, which Dynamo alone runs, replaces this by `outside`, which Dynamo does not trace."""
+        """Calls fn; `set_runs`, which Dynamo alone runs, replaces this by `outside`, which Dynamo does not trace."""
         raise UnsupportedError(self.reason)
 
     def outside(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ TRANSFORMS = EagerOnly(
 )
 
 
-def prepare() -> None:
+def set_runs() -> None:
     """Sets `run` of each. Called while Dynamo traces, before it reads them: importing torch._dynamo takes a second."""
     for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING, TRANSFORMS):
         if "run" not in part.__dict__:
@@ -80,5 +80,5 @@ def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def before_leaving(context: Any) -> None:
     """Runs where Dynamo traces a transform that is left. It warns, since Dynamo may come back to none of this code."""
-    prepare()
+    set_runs()
     TRANSFORMS.warn()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.layers.plan import LinearPlan
-from diptych.torch.graph.eager_only import prepare
+from diptych.torch.graph.eager_only import set_runs
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
 from diptych.torch.layers.weight_gradients import require_while_tracing
@@ -43,7 +43,7 @@ class _Outside:
 
 def before_tracing(context: Any) -> None:
     """Runs first where Dynamo traces a module's call. **Raises** what `_require_recorded` raises."""
-    prepare()
+    set_runs()
     module, quantized = traced_local(context, "self"), traced_local(context, "recipe") is not None
     if module._prepared is not None:
         module._prepared.warn_of_graphs()

@@ -11,7 +11,7 @@ from torch import nn
 
 import diptych.torch as dt
 from diptych.common import Float8CurrentScaling
-from torch_frontend.distributed.prepare_cases import RECIPES
+from torch_frontend.distributed.gather_cases import RECIPES
 from torch_frontend.layer_cases import dtype_of
 from torch_frontend.ranks import here, needs_gloo
 from torch_frontend.tools import normal, same

@@ -16,7 +16,7 @@ from torch import nn
 import diptych.torch as dt
 import hardware
 from diptych.common import DelayedScaling, Float8CurrentScalingQuantizer, QuantizerRole
-from torch_frontend.distributed.prepare_cases import RECIPES, flat, optimizer_of, seeded
+from torch_frontend.distributed.gather_cases import RECIPES, flat, optimizer_of, seeded
 from torch_frontend.ranks import here, needs_gloo
 from torch_frontend.tools import normal
 

@@ -12,7 +12,7 @@ from torch import nn
 import diptych.torch as dt
 from diptych.common import Float8CurrentScaling, NVFP4BlockScaling, NVFP4Quantizer, QuantizerRole
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
-from torch_frontend.distributed.prepare_cases import RECIPES, TRAIN, Case, backward, check, model, sharded
+from torch_frontend.distributed.gather_cases import RECIPES, TRAIN, Case, backward, check, model, sharded
 from torch_frontend.ranks import here, needs_gloo
 from torch_frontend.tools import normal
 
@@ -103,7 +103,7 @@ def quantize_calls(mesh: Any) -> list[int]:
     """Returns how many weights each quantizing call of a step takes, forward and backward, of four in two groups."""
     from torch.distributed.fsdp import fully_shard
 
-    from diptych.torch.distributed import parts
+    from diptych.torch.distributed import quantized_parts
 
     recipe = RECIPES["mxfp8"]
     blocks = [
@@ -115,14 +115,14 @@ def quantize_calls(mesh: Any) -> list[int]:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
     dt.parallel.prepare(net, mesh, recipe)
-    counts, quantize_many = [], parts.quantize_ops.quantize_many
+    counts, quantize_many = [], quantized_parts.quantize_ops.quantize_many
 
     def counting(xs: list[torch.Tensor], *args: Any) -> Any:
         counts.append(len(xs))
         return quantize_many(xs, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts.quantize_ops, "quantize_many", counting)
+        patch.setattr(quantized_parts.quantize_ops, "quantize_many", counting)
         with dt.autocast(recipe=recipe):
             y = net(normal("x", (64, 64), "float32", here()).requires_grad_())
         y.sum().backward()

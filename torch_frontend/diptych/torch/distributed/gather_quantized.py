@@ -1,4 +1,4 @@
-"""`prepare`: makes FSDP2 gather the weights of a model quantized, after checking that each weight can be cut so."""
+"""`parallel.prepare`: makes FSDP2 gather the weights of a model quantized, after checking that each can be cut so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import Recipe
 from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.gather import Gather
-from diptych.torch.distributed.parts import Parts
+from diptych.torch.distributed.quantized_parts import Parts
 from diptych.torch.distributed.sharded_weight import ShardedWeight
 from diptych.torch.layers.tensor_parallel import COLUMN, require_whole
 from diptych.torch.modules.agreement import described, require_alike
@@ -35,7 +35,7 @@ from diptych.torch.private.sharding import (
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 
-def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = False) -> None:
+def gather_quantized(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = False) -> None:
     """Makes FSDP2 gather the weights of a model's quantized layers in a recipe's format: bytes and scales.
 
     Call it after `fully_shard`, before the first forward, on every rank: the ranks of `mesh`, and of the modules'

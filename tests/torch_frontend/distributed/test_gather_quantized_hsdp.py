@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_frontend.distributed.prepare_cases import TRAIN, Case, check
+from torch_frontend.distributed.gather_cases import TRAIN, Case, check
 from torch_frontend.ranks import needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.sampled]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diptych.common.errors import CheckpointError, UnsupportedError
-from diptych.torch.distributed.pieces import ModuleCut, described, is_sharded, part_of
+from diptych.torch.distributed.checkpoint_tensors import ModuleCut, described, is_sharded, part_of
 from diptych.torch.modules.held_state import plain_state_dict
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.modules.stateful import StatefulModule
