@@ -21,7 +21,10 @@ from diptych.core import _core
 
 CHECKED = 256  # rows of a result
 DEEPGEMM = ("fprop", "dgrad", "wgrad added")
-OWN = tuple(r["kernel"] for r in core.kernel_table() if r["kernel"].startswith("cuda.native"))  # beside cuBLASLt
+OWN, CUBLASLT = (
+    tuple(r["kernel"] for r in core.kernel_table() if r["kernel"].startswith(name))
+    for name in ("cuda.native", "cuda.cublaslt")
+)
 BOUND, ROTATED, FLOAT32, OTHER_ORDER = 4e-3, 0.2, 1e-3, 4e-3  # bfloat16 rounds to 2e-3; rotations cancel in the product
 
 

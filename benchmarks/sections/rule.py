@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.results import Row
 from benchmarks.room import device_seconds, kernels_of
-from benchmarks.sections.gemm import OWN, Operands, ours, switched
+from benchmarks.sections.gemm import CUBLASLT, OWN, Operands, ours, switched
 
 GRID = tuple(
     mnk
@@ -30,7 +30,7 @@ def rows(case: Case, _: Any) -> Iterator[Row]:
     costs: dict[str, list[float]] = {"rule": [], "always the project's kernel": [], "always cuBLASLt": []}
     for shape in GRID:
         run = ours(Operands(case.what.split()[0], shape), recipe, case.what).call
-        both = {"own": switched(("cuda.native", "cuda.cublaslt"), run), "cublaslt": switched(OWN, run)}
+        both = {"own": switched(("cuda.native", *CUBLASLT), run), "cublaslt": switched(OWN, run)}
         times = device_seconds(both, 5)
         chosen = "cublaslt" if "cublaslt" in kernels_of(run) else "own"
         for name, kernel in zip(costs, (chosen, "own", "cublaslt"), strict=True):

@@ -28,7 +28,8 @@ struct Record<RowInfo> {
   static constexpr auto name = py::detail::const_name("KernelTableRow");
   template <typename F>
   static void entries(const RowInfo& r, F&& f) {
-    f("op", r.op), f("backend", r.backend), f("min_arch", r.min_arch), f("formats", r.formats), f("level", r.level);
+    f("op", r.op), f("backend", r.backend), f("min_arch", r.min_arch), f("max_arch", r.max_arch),
+        f("formats", r.formats), f("level", r.level);
     f("kernel", r.kernel), f("note", r.note), f("conditional", r.conditional), f("calls", r.calls);
   }
 };

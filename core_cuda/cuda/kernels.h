@@ -25,6 +25,8 @@ Status quantize_mxfp8(const QuantizeArgs&, const Execution&);  // 1x32 with E8M0
 Status quantize_nvfp4(const QuantizeArgs&, const Execution&);  // E2M1 1x16 with E4M3 scales
 bool quantize_stream_fits(const QuantizeArgs&);                // only a rowwise copy, of plain x
 Status quantize_stream(const QuantizeArgs&, const Execution&);
+bool quantize_permuted_strips_fits(const QuantizeArgs&);  // square blocks of permuted rows, where much is written
+Status quantize_permuted_strips(const QuantizeArgs&, const Execution&);
 Status quantize_tiles(const QuantizeArgs&, const Execution&);  // float32 scales: per-tensor, 1x128, 128x128
 Status prepare_quantize(const QuantizeArgs&, const Execution&);
 template <Status (*encode)(const QuantizeArgs&, const Execution&)>
@@ -38,30 +40,30 @@ bool quantize_many_fits(const QuantizeManyArgs&);
 
 // Native FP8 tensor cores through cuBLASLt, which is opened at run time. `fits` returns whether the operands suit
 // cuBLASLt and it has an algorithm for them. If it has none or cannot be opened, `fits` warns once with the reason.
-bool gemm_cublaslt_fits(const GemmArgs&, int arch);
+bool gemm_cublaslt_fits(const GemmArgs&);
 Status gemm_cublaslt(const GemmArgs&, const Execution&);
 
 // Native FP8 tensor cores of Hopper, as one group of grouped_gemm_native. `pays`: faster than cuBLASLt, by a rule of
 // shape, formats, options and the number of SMs alone.
-bool gemm_native_pays(const GemmArgs&, int arch);
-bool gemm_native_fits(const GemmArgs&, int arch);
+bool gemm_native_pays(const GemmArgs&);
+bool gemm_native_fits(const GemmArgs&);
 Status gemm_native(const GemmArgs&, const Execution&);
 
 // MXFP8 and NVFP4 on Hopper: decoded to bfloat16 in the workspace, multiplied by its tensor cores.
-bool gemm_decoded_fits(const GemmArgs&, int arch);
+bool gemm_decoded_fits(const GemmArgs&);
 Status gemm_decoded(const GemmArgs&, const Execution&);
-bool grouped_gemm_decoded_fits(const GroupedGemmArgs&, int arch);
+bool grouped_gemm_decoded_fits(const GroupedGemmArgs&);
 Status grouped_gemm_decoded(const GroupedGemmArgs&, const Execution&);
 
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
 
 // Permutes rows in slices of tokens, each of which fills all SMs at once; `fits` if there is much to move.
-bool permute_slices_fits(const PermuteArgs&, int arch);
+bool permute_slices_fits(const PermuteArgs&);
 Status permute_slices(const PermuteArgs&, const Execution&);
 
 // grouped_gemm on Hopper's FP8 tensor cores.
-bool grouped_gemm_native_fits(const GroupedGemmArgs&, int arch);
+bool grouped_gemm_native_fits(const GroupedGemmArgs&);
 Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
 
 // grouped_gemm for any pair of formats, emulated as in gemm_emulated.

@@ -23,15 +23,23 @@ using FormatSet = uint64_t;  // bit i: row i of the format table
 static_assert(kFormatCount <= 64);
 constexpr FormatSet only(FormatId id) { return FormatSet{1} << static_cast<int32_t>(id); }
 
+// The architectures that run a kernel, from the oldest to the newest: 80 is sm_80, and the CPU is 0.
+struct Archs {
+  static constexpr int kLater = 999;  // all later ones run it
+  int first = 0, last = kLater;
+
+  bool has(int arch) const { return first <= arch && arch <= last; }
+};
+
 struct KernelRow {
   Op op;
   Backend backend;
-  int min_arch;       // 80 for sm_80; 0 on the CPU
+  Archs archs;
   FormatSet formats;  // the set must contain the format of every quantized operand
   Level level;
   const char* kernel;
-  const char* note;                          // what the row requires beyond formats, in words
-  bool (*fits)(const void* args, int arch);  // null: requires nothing beyond formats
+  const char* note;                // what the row requires beyond formats, in words
+  bool (*fits)(const void* args);  // null: requires nothing beyond formats
   Status (*run)(const void* args, const Execution&);
 };
 
@@ -39,7 +47,7 @@ struct KernelRow {
 struct RowInfo {
   std::string op, backend, level, kernel, note;
   bool conditional;  // whether the row has a `fits`
-  int min_arch;
+  int min_arch, max_arch;
   std::vector<std::string> formats;
   uint64_t calls;
 };

@@ -118,14 +118,14 @@ def test_torch_tensors_arrive_whole():
 
 def test_kernel_table():
     rows = core.kernel_table()
-    keys = {"op": str, "backend": str, "min_arch": int, "formats": list, "level": str, "kernel": str, "note": str}
-    keys |= {"conditional": bool}
+    keys = {"op": str, "backend": str, "formats": list, "level": str, "kernel": str, "note": str}
+    keys |= {"min_arch": int, "max_arch": int, "conditional": bool}
     names = [row["name"] for row in core.format_table()]
     for row in rows:
         assert set(row) == {*keys, "calls"} and all(isinstance(row[k], t) for k, t in keys.items()), row
         assert row["backend"] in ("cpu", "cuda") and row["level"] in ("native", "emulated"), row
         assert row["kernel"].startswith(row["backend"]) and set(row["formats"]) <= set(names), row
-        assert isinstance(row["calls"], int)
+        assert isinstance(row["calls"], int) and row["min_arch"] <= row["max_arch"]
     assert len({row["kernel"] for row in rows}) == len(rows)
     on_cpu: dict[str, list[str]] = {}
     for row in rows:

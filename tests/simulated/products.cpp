@@ -66,8 +66,8 @@ extern "C" int simulate(const Call* call, char* message, int size) {
                                                         args.kind == GroupKind::rows && args.offsets.given())),
       0xee);
   args.workspace.data = workspace.data();
-  const bool decoded = cuda::grouped_gemm_decoded_fits(args, 90);
-  if (!decoded && !cuda::grouped_gemm_native_fits(args, 90)) return -1;
+  const bool decoded = cuda::grouped_gemm_decoded_fits(args);
+  if (!decoded && !cuda::grouped_gemm_native_fits(args)) return -1;
   const Execution exec{{Backend::cuda, 0}, nullptr};
   const Status status =
       decoded ? cuda::grouped_gemm_decoded(args, exec) : cuda::multiply_native(args, call->tall != 0, exec);

@@ -27,12 +27,10 @@ Status cuda_status(cudaError_t, const char*) { return {}; }
 // What plain tensors do not reach.
 bool streams(const TileArgs&) { return false; }
 bool permuted_tiles_fit(const TileArgs&, Scaling) { return false; }
-bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView&, const Execution&) { return false; }
 bool quantize_permuted_rows_fits(const QuantizeArgs&) { return false; }
 bool permuted_mxfp8_fits(const MxArgs&) { return false; }
 Status stream_tiles(const TileArgs&, DType, const Execution&) { std::abort(); }
 Status permuted_tiles(const TileArgs&, Scaling, DType, const Execution&) { std::abort(); }
-Status permuted_strips(const TileArgs&, const TensorView&, DType, const Execution&) { std::abort(); }
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status permuted_mxfp8(const MxArgs&, DType, const Execution&) { std::abort(); }
 Status source_amax(const AmaxArgs&, const Execution&) { std::abort(); }

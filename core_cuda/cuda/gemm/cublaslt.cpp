@@ -50,7 +50,7 @@ bool scale_mode(const FormatRow& f, ScaleMode* mode) {
 
 // Returns whether cuBLASLt's documented rules allow these operands, and describes them in *p. Its heuristic may still
 // refuse them.
-bool describe(const GemmArgs& args, int arch, Problem* p) {
+bool describe(const GemmArgs& args, Problem* p) {
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
   if (!contraction_last(args.a) || !contraction_last(args.b)) return false;
   *p = {args.d.rows(),
@@ -66,10 +66,8 @@ bool describe(const GemmArgs& args, int arch, Problem* p) {
   if (fa.per_tensor() != fb.per_tensor()) return false;
   p->block_scales = !fa.per_tensor();
   if (p->block_scales) {
-    if (arch != 90 || args.options.fast_accum || p->m % 4 != 0) return false;
+    if (args.options.fast_accum || p->m % 4 != 0) return false;
     if (p->a_mode == ScaleMode::block128x128_32f && p->b_mode == ScaleMode::block128x128_32f) return false;
-  } else if (arch < 89) {
-    return false;
   }
   if (p->m <= 0 || p->n <= 0 || p->k <= 0 || p->k % 16 != 0 || p->n % 16 != 0) return false;
   for (const TensorView* t : {&args.a.data, &args.b.data, &args.d, &args.bias, &args.c}) {
@@ -293,9 +291,9 @@ int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64
   return kWorkspaceBytes + ceil_div(k, 128) * (m + n) * 4 + (epilogue ? m * n * 4 : 0) + 4 * kBase;
 }
 
-bool gemm_cublaslt_fits(const GemmArgs& args, int arch) {
+bool gemm_cublaslt_fits(const GemmArgs& args) {
   Problem p;
-  if (!describe(args, arch, &p)) return false;
+  if (!describe(args, &p)) return false;
   std::string why;
   const Api* api = open(&why);
   if (!api) {
@@ -320,7 +318,7 @@ Status gemm_cublaslt(const GemmArgs& args, const Execution& exec) {
   std::string why;
   const Api* api = open(&why);
   if (!api) return {Code::runtime, "gemm: cuBLASLt cannot be opened: " + why};
-  if (!describe(args, arch(exec.device.index), &p)) {
+  if (!describe(args, &p)) {
     return {Code::unsupported, "gemm: these operands do not suit cuBLASLt's FP8 kernels"};
   }
   Route route;

@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
 
 }  // namespace
 
-bool permute_slices_fits(const PermuteArgs& args, int arch) {
-  if (args.zero_prob_is_padding || arch != 90) return false;
+bool permute_slices_fits(const PermuteArgs& args) {
+  if (args.zero_prob_is_padding) return false;
   int64_t bytes = 0;
   for (int i = 0; i < args.plane_count; ++i) {
     const RowBytes r = row_bytes(args.planes[i]);

@@ -186,9 +186,8 @@ int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, in
   return Workspace(cut.m, cut.n, k, cut.groups).bytes;
 }
 
-bool gemm_decoded_fits(const GemmArgs& args, int arch) {
-  const GroupedGemmArgs g = one_group(args);
-  return arch == 90 && suits(row(args.a.format), row(args.b.format)) && counts(g);
+bool gemm_decoded_fits(const GemmArgs& args) {
+  return suits(row(args.a.format), row(args.b.format)) && counts(one_group(args));
 }
 
 Status gemm_decoded(const GemmArgs& args, const Execution& exec) {
@@ -197,8 +196,8 @@ Status gemm_decoded(const GemmArgs& args, const Execution& exec) {
   return multiply("gemm", g, exec);
 }
 
-bool grouped_gemm_decoded_fits(const GroupedGemmArgs& args, int arch) {
-  if (arch != 90 || !suits(row(args.a.format), row(args.b.format))) return false;
+bool grouped_gemm_decoded_fits(const GroupedGemmArgs& args) {
+  if (!suits(row(args.a.format), row(args.b.format))) return false;
   // One product instruction takes 16 k.
   if (args.kind == GroupKind::depth && args.align % 16 != 0) return false;
   return counts(args);

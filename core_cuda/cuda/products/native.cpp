@@ -107,9 +107,9 @@ Status make_native_args(const GroupedGemmArgs& args, const NativeShape& s, const
   return {};
 }
 
-bool grouped_gemm_native_fits(const GroupedGemmArgs& args, int arch) {
+bool grouped_gemm_native_fits(const GroupedGemmArgs& args) {
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
-  if (arch != 90 || !suits(fa) || !suits(fb) || fa.per_tensor() != fb.per_tensor()) return false;
+  if (!suits(fa) || !suits(fb) || fa.per_tensor() != fb.per_tensor()) return false;
   const NativeShape s = native_shape(args);
   if (s.k % kAlign != 0) return false;
   // One product instruction takes 32 k, and each block scale covers 128 k.
@@ -153,15 +153,15 @@ GroupedGemmArgs one_group(const GemmArgs& args) {
   return g;
 }
 
-bool gemm_native_fits(const GemmArgs& args, int arch) { return grouped_gemm_native_fits(one_group(args), arch); }
+bool gemm_native_fits(const GemmArgs& args) { return grouped_gemm_native_fits(one_group(args)); }
 
 // Returns true if D fills at least this part of the tiles that all SMs compute in the waves that the product takes: its
 // tiles have one size, while cuBLASLt chooses among several and may divide k. The bounds come from the times of both
 // kernels on a grid of shapes (`python -m benchmarks --only rule`; docs/performance.md).
-bool gemm_native_pays(const GemmArgs& args, int arch) {
+bool gemm_native_pays(const GemmArgs& args) {
   const GroupedGemmArgs g = one_group(args);
   const Promotion promotion = promotion_of(g);
-  if (promotion == Promotion::none || !grouped_gemm_native_fits(g, arch)) return false;
+  if (promotion == Promotion::none || !grouped_gemm_native_fits(g)) return false;
   const TileShape tile = tile_shape(promotion, true);
   const NativeShape s = native_shape(g);
   const int64_t at_once = device_info(args.d.device.index).sm_count / kNativeCluster * kNativeCluster;

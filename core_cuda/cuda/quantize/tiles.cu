@@ -257,6 +257,8 @@ Scaling scaling_of(const FormatRow& f) {
   return f.per_tensor() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
 }
 
+}  // namespace
+
 TileArgs tile_args(const QuantizeArgs& args) {
   TileArgs p{};
   p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k, p.rule = divide_rule(args);
@@ -273,8 +275,6 @@ TileArgs tile_args(const QuantizeArgs& args) {
   return p;
 }
 
-}  // namespace
-
 Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
   const Scaling scaling = scaling_of(f);
@@ -284,9 +284,6 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.tiles_m = p.tiles_k = 1;  // an empty tensor has no blocks, but a scale
   }
   if (scaling == Scaling::tensor && streams(p)) return stream_tiles(p, f.element, exec);
-  if (const TensorView& map = args.source.row_id_map; permuted_strips_pay(p, scaling, map, exec)) {
-    return permuted_strips(p, map, f.element, exec);
-  }
   if (permuted_tiles_fit(p, scaling)) return permuted_tiles(p, scaling, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {

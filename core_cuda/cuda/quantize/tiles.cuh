@@ -27,6 +27,8 @@ struct TileArgs {
   bool vec_row, vec_col;  // the copies and their rows are aligned to 8 and 16 bytes
 };
 
+TileArgs tile_args(const QuantizeArgs&);
+
 // Returns the largest m of the thread block to every thread. `scratch`: a float for each warp.
 __device__ __forceinline__ float block_max(float m, float* scratch) {
 #pragma unroll
@@ -87,10 +89,5 @@ Status stream_tiles(const TileArgs&, DType element, const Execution&);
 // one; 1x128: only the columnwise copy; 128x128: any copies. permuted_tiles_fit returns whether it takes the arguments.
 bool permuted_tiles_fit(const TileArgs&, Scaling);
 Status permuted_tiles(const TileArgs&, Scaling, DType element, const Execution&);
-
-// permuted_strips quantizes 128x128 blocks of permuted rows. permuted_strips_pay returns whether it is faster than
-// permuted_tiles.
-bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView& row_id_map, const Execution&);
-Status permuted_strips(const TileArgs&, const TensorView& row_id_map, DType element, const Execution&);
 
 }  // namespace diptych::cuda

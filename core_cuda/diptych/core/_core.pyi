@@ -251,6 +251,7 @@ class KernelTableRow(typing.TypedDict):
     op: str
     backend: str
     min_arch: int
+    max_arch: int
     formats: list[str]
     level: str
     kernel: str

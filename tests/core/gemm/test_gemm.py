@@ -23,7 +23,8 @@ from diptych.core import _core
 from quantizers import oracle_options
 
 ISAS = runner.isas()
-NATIVE, CUBLASLT, REST = "cuda.native", "cuda.cublaslt", "cuda.native_rest"
+NATIVE, REST = "cuda.native", "cuda.native_rest"
+CUBLASLT, BLOCKS = "cuda.cublaslt", "cuda.cublaslt_blocks"
 DECODED, EMULATED = "cuda.decoded", "cuda.emulated"
 # A few value sets beyond normal ones; NaN and inf travel through products and epilogues.
 ADVERSARIAL = ("inf_nan_mix", "subnormal_input", "huge", "outlier", "zero_blocks")
@@ -206,7 +207,8 @@ def kernels_of(case: cases.GemmCase) -> set[str]:
     if case.mnk in LARGE_SHAPES:
         return {NATIVE}
     refused = a.element == b.element == "e5m2" or a.block_rows == b.block_rows == 128 or n % 16
-    return {REST} if refused else {CUBLASLT} if m % 16 == 0 else {CUBLASLT, REST}
+    library = CUBLASLT if a.per_tensor else BLOCKS
+    return {REST} if refused else {library} if m % 16 == 0 else {library, REST}
 
 
 # What fills one wave of the tiles of 132 SMs, with rows of D in whole 16 bytes and without
@@ -238,7 +240,7 @@ def test_tolerance_on_cuda(pair, cuda):
         got = run(be, case, qa, qb, epilogue)
         assert runner.want_calls(row["kernel"]) == before + 1, f"{case}: {row['kernel']} did not run"
         ran.add(row["kernel"])
-        tensor_cores = row["kernel"] in (NATIVE, CUBLASLT, REST)
+        tensor_cores = row["kernel"] in (NATIVE, CUBLASLT, BLOCKS, REST)
         accumulate = {"accumulator_bits": 14, "promote_every": 128} if tensor_cores else {}
         dtype = cases.INPUT_DTYPES[case.out_dtype]
         exact = oracle.gemm_float64(qa, qb, **epilogue)

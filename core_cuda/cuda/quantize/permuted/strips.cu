@@ -164,14 +164,17 @@ __global__ void __launch_bounds__(kThreads, 6) permuted_strip_kernel(const __gri
 
 }  // namespace
 
-bool permuted_strips_pay(const TileArgs& p, Scaling scaling, const TensorView& row_id_map, const Execution& exec) {
-  const int64_t tokens = p.in.from.none, slots = row_id_map.cols();
-  return scaling == Scaling::square && patched(p.in) && p.row && !p.col && aligned(p.row, 16) && p.k % 16 == 0 &&
-         tokens > 0 && slots <= kMostSlots && p.m >= kLeastRows * tokens && p.m * p.k >= kLeastWritten &&
-         device_info(exec.device.index).arch == 90;
+bool quantize_permuted_strips_fits(const QuantizeArgs& args) {
+  if (args.source.kind != SourceKind::permuted) return false;
+  const TileArgs p = tile_args(args);
+  const int64_t tokens = p.in.from.none, slots = args.source.row_id_map.cols();
+  return patched(p.in) && p.row && !p.col && aligned(p.row, 16) && p.k % 16 == 0 && tokens > 0 && slots <= kMostSlots &&
+         p.m >= kLeastRows * tokens && p.m * p.k >= kLeastWritten;
 }
 
-Status permuted_strips(const TileArgs& tile, const TensorView& row_id_map, DType element, const Execution& exec) {
+Status quantize_permuted_strips(const QuantizeArgs& args, const Execution& exec) {
+  const TileArgs tile = tile_args(args);
+  const TensorView& row_id_map = args.source.row_id_map;
   StripArgs p{.x = tile.in.x.data,
               .row_id_map = row_id_map.as<const int>(),
               .row_source = tile.in.from.row_source,
@@ -188,7 +191,7 @@ Status permuted_strips(const TileArgs& tile, const TensorView& row_id_map, DType
   const uint32_t last = ceil_div(p.tiles_m * (p.cols / kTile), kThreads);
   DIPTYCH_CUDA_TRY(
       cudaMemsetAsync(p.scale, 0, sizeof(float) * p.tiles_m * p.tiles_k, static_cast<cudaStream_t>(exec.stream)));
-  return with_element(element, "quantize", [&](auto e5m2) {
+  return with_element(row(args.spec.format).element, "quantize", [&](auto e5m2) {
     return with_patch_type(tile.in, [&](auto type) -> Status {
       for (p.turn = 0; p.turn < p.strips + 2; ++p.turn) {
         p.writers = p.turn == 0 ? 0 : p.turn <= p.strips ? writers : last;

@@ -308,7 +308,9 @@ def _require_kernel(pair: str, a: Copy, b: Copy, mnk: tuple[int, int, int], out:
     if device.type == "cuda" and not torch.cuda.is_available():
         return
     if _core.gemm_row(a[3], a[4], b[3], b[4], *mnk, dtype_name(out), device.type, device.index or 0) < 0:
-        near = ", ".join(f"{r['kernel']} (sm_{r['min_arch']}+)" for r in _core.kernel_table() if r["op"] == "gemm")
+        rows = [r for r in _core.kernel_table() if r["op"] == "gemm"]
+        later = ["" if r["max_arch"] == r["min_arch"] else "+" for r in rows]
+        near = ", ".join(f"{r['kernel']} (sm_{r['min_arch']}{more})" for r, more in zip(rows, later, strict=True))
         raise UnsupportedError(f"gemm: no kernel on {device} for {pair}, {list(mnk)}; nearest: {near}")
 
 
