@@ -1,9 +1,9 @@
 """Checkpoints of a model on any number of ranks, by torch.distributed.checkpoint (DCP): `save`, `load`, `export`.
 
 A checkpoint is a folder with DCP's files (`.metadata`, `*.distcp`), `rank-00000.pt` for each rank and `header.pt`; see
-`checkpoint_entries` for what they hold, and `checkpoint_folders` for where they stand and how a killed process leaves
-them. All functions are collective: every rank of the group calls them, and an error on one rank is raised on all. All
-ranks write into and read from the same file system.
+`checkpoint_entries` for what they hold, and `checkpoint_folders` for their places and for saves that were interrupted.
+All functions are collective: every rank of the group calls them, and an error on one rank is raised on all. All ranks
+share a file system.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def save(
 ) -> Path:
     """Writes a checkpoint, which exists under its name only once it is complete and on disk.
 
-    **Arguments:** `folder`: of all checkpoints of a run; one run at a time writes there. `model`: plain, sharded by
-    FSDP2, cut over tensor-parallel groups, or in DistributedDataParallel. `extra`: what `load` shall return, of the
-    first rank; numbers, strings, tensors, lists and dicts of them. `keep`: so many checkpoints stay; None keeps all.
-    `group`: the process group of the ranks that call this; None for all.
+    **Arguments:** `folder`: the folder of all checkpoints of a run; one run at a time writes there. `model`: plain,
+    sharded by FSDP2, cut over tensor-parallel groups, or in DistributedDataParallel. `extra`: the first rank's object
+    that `load` returns: numbers, strings, tensors, lists and dicts of them. `keep`: the number of checkpoints to keep;
+    None keeps all. `group`: the process group of the calling ranks; None for all.
 
     **Returns:** the checkpoint's own folder.
 
-    **Raises:** CheckpointError on every rank if one cannot write, if ranks differ in `step` or `keep`, or if an
-    optimizer's state cannot be read by other ranks; TypeError and ValueError for wrong arguments.
+    **Raises** CheckpointError on every rank if one cannot write, if ranks differ in `step` or `keep`, or if other ranks
+    could not read an optimizer's state; TypeError and ValueError for wrong arguments.
     """
     _require_count("step", step, 0)
     if keep is not None:
@@ -96,13 +96,12 @@ def load(
 ) -> Loaded:
     """Loads the latest complete checkpoint, or that of a step, into a model and its optimizer.
 
-    The number of ranks may be another one than that which saved, and the model may be sharded or cut in another way.
-    States of quantizing are each rank's own, as they were saved; `checkpoint_entries.combined` makes those for another
-    number of ranks, and for modules that are cut over other ranks. A model needs no `prepare` before. Without
-    `optimizer` the optimizer's state is left out.
+    The number of ranks and the sharding of the model may differ from those of the save. Quantizers' states belong to
+    single ranks; `checkpoint_entries.combined` makes them for another number of ranks, and for modules that are cut
+    over other ranks. A model needs no `prepare` before. Without `optimizer` the optimizer's state is left out.
 
-    **Raises:** CheckpointError on every rank if the folder holds no complete checkpoint, or if keys, shapes or dtypes
-    of the checkpoint and of the model on any rank differ; nothing has been loaded then.
+    **Raises** CheckpointError on every rank if the folder holds no complete checkpoint, or if keys, shapes or dtypes of
+    the checkpoint differ from those of the model on any rank; nothing has been loaded then.
     """
     root = Path(folder)
     path = root / once(lambda: checkpoint_folders.find(root, step), group)
@@ -114,13 +113,13 @@ def load(
 
 
 def export(path: str | Path, model: nn.Module, *, group: Any = None) -> None:
-    """Writes a model to one safetensors file: every tensor of its state dict whole, in high precision and by its name,
-    without quantizing's states.
+    """Writes a model to one safetensors file: every tensor of its state dict, whole and in high precision, without
+    quantizers' states.
 
-    Sharded and cut tensors are gathered one after the other, on every rank; the group's first rank writes. Replicas of
-    a cut tensor's part must be equal.
+    Sharded tensors are gathered one after the other on every rank, and the group's first rank writes them. Replicas of
+    a part must be equal.
 
-    **Raises:** CheckpointError on every rank if the file cannot be written, or for a dtype that such files do not hold.
+    **Raises** CheckpointError on every rank if the file cannot be written, or if such files do not hold a dtype.
     """
     rank, _ = place(group)
     tensors = each(lambda: safetensors.in_order(_values(unwrapped(model), group)), group)
@@ -143,7 +142,7 @@ def export(path: str | Path, model: nn.Module, *, group: Any = None) -> None:
 def _contents(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what DCP writes, and what a rank writes for itself."""
+    """Returns the tensors that DCP writes, and the object that a rank writes to its own file."""
     model = unwrapped(model)
     state = ModelState(model)
     own: dict[str, Any] = {"states": {name: t.cpu() for name, t in state.states.items()}, "cut_over": cut_over(model)}
@@ -157,7 +156,7 @@ def _contents(
 
 
 def _require_within(tensors: Mapping[str, Any], group: Any) -> None:
-    """**Raises** CheckpointError for a tensor of which a part is on a rank outside of the group."""
+    """**Raises** CheckpointError if a part of a tensor is on a rank outside of the group."""
     ranks = members(group)
     for name, t in tensors.items():
         over = t.over if isinstance(t, Pieces) else t.device_mesh.mesh.flatten().tolist() if is_sharded(t) else ()
@@ -168,7 +167,7 @@ def _require_within(tensors: Mapping[str, Any], group: Any) -> None:
 def _write(path: Path, content: Any) -> None:
     with replacing(path) as f:
         torch.save(content, f)
-    _read(path)  # what cannot be read again, as objects of users' classes, is found now
+    _read(path)  # finds now what cannot be read later, such as objects of users' classes
 
 
 def _rank_file(rank: int) -> str:
@@ -176,7 +175,7 @@ def _rank_file(rank: int) -> str:
 
 
 def _dcp(what: str, path: Path, call: Callable[[Any, dict[str, Any]], Any], group: Any) -> None:
-    """Runs one of DCP's functions. DCP raises on all ranks what went wrong on one."""
+    """Runs a function of DCP. DCP raises an error of one rank on all ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -194,7 +193,7 @@ def _dcp(what: str, path: Path, call: Callable[[Any, dict[str, Any]], Any], grou
 
 
 class _Plan:
-    """A checked load: which tensors of a checkpoint go where. Making a plan changes nothing in the model."""
+    """A checked load: the destination of each tensor of a checkpoint. Making a plan does not change the model."""
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Any) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -252,7 +251,7 @@ class _Plan:
         }
 
     def finish(self) -> None:
-        """Gives what was read to the model and the optimizer."""
+        """Loads the tensors that were read into the model and the optimizer."""
         self.model.load(self.tensors, self.states)
         if self.optimizer is not None:
             state = {name: t for name, t in self.tensors.items() if name.startswith(OPTIMIZER)}
@@ -267,7 +266,8 @@ def _read(path: Path) -> Any:
 
 
 def _check_files(path: Path, metadata: Any) -> None:
-    """**Raises** CheckpointError if a file of DCP's is shorter than what it holds, before anything is overwritten."""
+    """**Raises** CheckpointError if one of DCP's files is too short for its contents, before anything is
+    overwritten."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -286,7 +286,7 @@ def _form(saved: Any) -> str:
 
 
 def _values(model: nn.Module, group: Any) -> dict[str, Tensor]:
-    """A model's tensors by name; weights that are held quantized in high precision."""
+    """Returns a model's tensors by name. Weights that are held quantized are returned in high precision."""
     state = ModelState(model)
     tensors = {}
     for key, t in model.state_dict().items():
@@ -300,7 +300,8 @@ def _values(model: nn.Module, group: Any) -> dict[str, Tensor]:
 
 
 def _whole(t: Any, group: Any) -> Tensor:
-    """Gathers a tensor, where its ranks communicate: parts that are offloaded lie on the CPU."""
+    """Returns a whole tensor, gathered on the device on which its ranks communicate; offloaded parts are moved
+    there."""
     if isinstance(t, Pieces):
         return t.gathered(group)
     return t.to(t.device_mesh.device_type).full_tensor() if is_sharded(t) else t

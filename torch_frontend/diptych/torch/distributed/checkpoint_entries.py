@@ -1,14 +1,14 @@
 """The entries of a checkpoint for a model and its optimizer, by names that no wrapper changes.
 
-For torch.distributed.checkpoint (DCP), whose tensors any number of ranks can read:
+torch.distributed.checkpoint (DCP) writes these tensors, which any number of ranks can read:
 
-    model.<name>                    the state dict, as `plain_state_dict` makes it, but for quantizing's states
+    model.<name>                    the state dict, as `plain_state_dict` makes it, without quantizers' states
     masters.<name>                  `main_param` of a weight that is held quantized
     optimizer.state.<name>.<key>    tensors of the optimizer's state, by the weight's name
 
-In a file for each rank: `states` (delayed scales and random generators, which differ from rank to rank), `groups` (the
-optimizer's options, with the weights' names), `values` (what its state holds beside tensors) and `cut_over` (the ranks
-that modules are cut over).
+Each rank writes a file with `states` (delayed scales and random generators, which differ from rank to rank), `groups`
+(the optimizer's options, with the weights' names), `values` (entries of its state that are not tensors) and `cut_over`
+(the ranks that modules are cut over).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATE = re.compile(r"(?:(?P<owner>.*)\.)?(?:rng_state|scale_states\..+)")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module below DistributedDataParallel and torch.compile."""
+    """Returns the module inside of DistributedDataParallel and torch.compile."""
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
         if not isinstance(inner, nn.Module):
@@ -47,14 +47,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def name_of(key: str) -> str:
-    """A key without what torch.compile and activation checkpointing add to it."""
+    """Returns a key without the parts that torch.compile and activation checkpointing add to it."""
     return _WRAPPERS.sub("", key)
 
 
 def module_cuts(model: nn.Module) -> dict[str, ModuleCut]:
-    """How modules cut their parameters over tensor-parallel groups, by the parameters' names.
+    """Returns how modules cut their parameters over tensor-parallel groups, by the parameters' names.
 
-    **Raises** UnsupportedError for a parameter that a cut module holds in another form.
+    **Raises** UnsupportedError if a cut module holds a parameter in another form.
     """
     found: dict[Tensor, ModuleCut] = {}
     for key, module in model.named_modules():
@@ -74,7 +74,7 @@ def module_cuts(model: nn.Module) -> dict[str, ModuleCut]:
 
 
 def cut_over(model: nn.Module) -> dict[str, list[int]]:
-    """The ranks that modules are cut over, by the modules' names."""
+    """Returns the ranks that modules are cut over, by the modules' names."""
     return {
         name_of(f"{key}.")[:-1]: sorted(torch.distributed.get_process_group_ranks(module._require_group()))
         for key, module in model.named_modules()
@@ -83,7 +83,7 @@ def cut_over(model: nn.Module) -> dict[str, list[int]]:
 
 
 class ModelState:
-    """A model's state dict, cut into `tensors` that DCP takes and `states` of this rank, both by names."""
+    """A model's state dict, divided into `tensors` for DCP and `states` of this rank, both by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -95,7 +95,7 @@ class ModelState:
             for key, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, StatefulModule)
         }
-        entries = plain_state_dict(model)  # FSDP2 shards its parameters before it
+        entries = plain_state_dict(model)  # this makes FSDP2 reshard its parameters first
         self.cuts = module_cuts(model)
         for key, t in entries.items():
             name = name_of(key)
@@ -112,13 +112,14 @@ class ModelState:
         self.tensors |= self.masters
 
     def owner(self, name: str) -> str | None:
-        """The name of the module that a quantizing state belongs to; None if it is no such state."""
+        """Returns the name of the module that a quantizer's state belongs to, None if `name` is not that of such a
+        state."""
         found = _STATE.fullmatch(name)
         owner = (found["owner"] or "") if found else None
         return owner if owner in self.owners else None
 
     def check(self, states: Mapping[str, Tensor]) -> None:
-        """**Raises** CheckpointError for states that the model cannot take."""
+        """**Raises** CheckpointError if the model cannot take these states."""
         if unknown := [name for name in states if self.owner(name) is None]:
             raise CheckpointError(f"states of no module of this model: {listed(unknown)}")
         if lacking := self.states.keys() - states.keys():
@@ -129,7 +130,8 @@ class ModelState:
             check_tree(keys_below(states, below), states, below, held)  # type: ignore[arg-type]
 
     def load(self, tensors: Mapping[str, Any], states: Mapping[str, Tensor]) -> None:
-        """Gives the model a state dict, masters last, since a weight that is loaded sets its own."""
+        """Loads a state dict into the model. Masters are loaded last, since a weight that is loaded overwrites its
+        master."""
         masters = {name: tensors[name].clone() for name in self.masters}
         state = {key: part_of(tensors[MODEL + name]) for name, key in self.keys.items()}
         for name, t in states.items():
@@ -143,12 +145,13 @@ class ModelState:
 def combined(
     ranks: list[Mapping[str, Tensor]], rank: int, cut: Mapping[str, list[int]] | None = None
 ) -> dict[str, Tensor]:
-    """The states for a rank, of those of other ranks: of another number, or of as many that shared other layers.
+    """Returns the states for a rank, made from those of all ranks of a checkpoint. That is needed if the number of
+    ranks differs, or if they share other layers.
 
     Scales are those of the largest amaxes, as a reduction over all ranks would have made them, so that ranks that share
-    a layer agree. Random generators that all ranks share stay; else a rank continues one of them, by another seed where
-    a rank before it does so too. `cut`: the ranks that modules are cut over, by the modules' names; they continue one
-    generator, also for modules that each of them has whole.
+    a layer agree. A random generator that all ranks share is kept; otherwise a rank continues one of the generators,
+    with another seed if a rank before it continues the same one. `cut`: the ranks that modules are cut over, by the
+    modules' names; these ranks continue one generator, also for modules that each of them has whole.
     """
     out: dict[str, Tensor] = {}
     cut = cut or {}
@@ -201,7 +204,7 @@ class OptimizerState:
                 self.tensors[name] = described(name, value, cut if alike else None)
 
     def check(self, groups: list[dict[str, Any]]) -> None:
-        """**Raises** CheckpointError unless saved groups have the same weights."""
+        """**Raises** CheckpointError unless the saved groups have the weights of this optimizer's groups."""
         here, there = ([sorted(group["params"]) for group in some] for some in (self.groups, groups))
         if here != there:
             one, other = ({name for group in some for name in group} for some in (here, there))
@@ -209,9 +212,10 @@ class OptimizerState:
             raise CheckpointError(f"the optimizer's weights differ: {said}")
 
     def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor to load a state into: the present one, or a new one, sharded as the weight if it has its shape.
+        """Returns a tensor to load a state into: the present state, or a new tensor, sharded as the weight if it has
+        its shape.
 
-        **Raises** CheckpointError for a state of another shape whose weight a module cuts.
+        **Raises** CheckpointError if the state has another shape than its weight, and a module cuts the weight.
         """
         held = self.tensors.get(name)
         if held is not None and (tuple(held.shape), held.dtype) == (shape, dtype):
@@ -222,12 +226,12 @@ class OptimizerState:
         if shape != whole or not shape:
             if cut is not None and math.prod(shape) > 1:
                 raise CheckpointError(f"{name} is {list(shape)} there, and {weight} {list(whole)} is cut over ranks")
-            # Counters lie on the CPU, and loading moves them where the optimizer wants them.
+            # Counters are read to the CPU, and loading moves them to the device that the optimizer needs.
             return torch.empty(shape, dtype=dtype, device=p.device if shape else "cpu")
         return described(name, _empty_like(p, dtype), cut)
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Gives the optimizer its options and its state."""
+        """Loads options and state into the optimizer."""
         packed = self.optimizer.state_dict()
         state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values.items()}
         for key, t in tensors.items():
@@ -251,7 +255,7 @@ class OptimizerState:
 
 
 def _empty_like(p: Any, dtype: torch.dtype) -> Any:
-    """A new tensor that lies as a weight does."""
+    """Returns a new tensor with the shape, device and sharding of a weight."""
     if not is_sharded(p):
         return torch.empty(p.shape, dtype=dtype, device=p.device)
     from torch.distributed.tensor import DTensor
@@ -265,7 +269,7 @@ def _moved(value: Any, held: Any) -> Any:
 
 
 def differences(here: Iterable[str], there: Iterable[str]) -> str:
-    """Returns a message of the names that a checkpoint lacks or has too many, "" if there are none."""
+    """Returns a message with the names that a checkpoint lacks or has in addition, "" if there are none."""
     here, there = set(here), set(there)
     said = [f"it lacks {listed(here - there)}"] if here - there else []
     said += [f"it holds {listed(there - here)}, which is not here"] if there - here else []
@@ -273,6 +277,6 @@ def differences(here: Iterable[str], there: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Some names, for an error message."""
+    """Returns some names as text for an error message."""
     names = sorted(names)
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

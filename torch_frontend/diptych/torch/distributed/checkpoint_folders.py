@@ -1,11 +1,11 @@
-"""A folder of checkpoints, which processes that write it may leave at any moment, by SIGKILL too.
+"""A folder of checkpoints. It stays readable if a process that writes it is killed at any moment, even by SIGKILL.
 
     latest                  a file with the name of the newest complete checkpoint
-    step-000123/            a complete one; `step-000123-1` if it replaced one of the same step
-    .step-000124.writing/   an unfinished one, or a rest of a removed one: the next save removes it
+    step-000123/            a complete checkpoint; `step-000123-1` if it replaced one of the same step
+    .step-000124.writing/   an unfinished or partly removed checkpoint, which the next save removes
 
-A checkpoint is written aside and synced, then renamed, then named by `latest`, then older ones are removed. Removing
-renames first. So a folder `step-*` is complete whenever it exists.
+A checkpoint is written to an unfinished folder and synced. The folder is renamed, `latest` is updated, and older ones
+are renamed and removed. So a folder `step-*` is complete whenever it exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ UNFINISHED = re.compile(r"\.step-\d{6,}(?:-\d+)?\.writing|\.latest\.[0-9a-f]{16}
 
 
 def begin(root: Path, step: int) -> str:
-    """Removes what unfinished saves have left. Returns the name that the checkpoint will have, and makes its folder."""
+    """Removes the rest of unfinished saves. Returns the name that the checkpoint will have, and makes its unfinished
+    folder."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if UNFINISHED.fullmatch(path.name):
@@ -59,7 +60,7 @@ def finish(root: Path, name: str, keep: int | None) -> None:
 
 
 def find(root: Path, step: int | None) -> str:
-    """Returns the name of the checkpoint of a step, or of the latest. **Raises** CheckpointError if there is none."""
+    """Returns the name of a step's checkpoint, or of the latest one. **Raises** CheckpointError if there is none."""
     if kind(root) != "a folder":
         raise CheckpointError(f"{root}: no such folder of checkpoints, it is {kind(root)}")
     complete = _oldest_first(root)
@@ -96,7 +97,7 @@ def _step(path: Path) -> int:
 
 
 def _oldest_first(root: Path) -> list[Path]:
-    """The complete checkpoints by the time at which they were written, which after a return to an earlier step is not
-    the order of steps."""
+    """Returns the complete checkpoints in the order in which they were written, which is not that of steps if a run has
+    returned to an earlier step."""
     complete = [path for path in root.iterdir() if _named(path) and (path / HEADER).exists()]
     return sorted(complete, key=lambda path: ((path / HEADER).stat().st_mtime_ns, path.name))

@@ -1,9 +1,9 @@
 """`Pieces`: a rank's part of a tensor as rectangles of the whole, which torch.distributed.checkpoint (DCP) writes and
 reads under the whole tensor's name and shape.
 
-DCP describes a rank's part of a DTensor by one rectangle. The part of a weight that stacks gate and value, each cut, is
-several; and the DTensor of a parameter that is cut over a tensor-parallel group, and then by FSDP2, tells nothing of
-the first cut.
+DCP describes a rank's part of a DTensor by one rectangle. That does not suffice for a weight that stacks gate and
+value, each of which is cut; nor for a parameter that is cut over a tensor-parallel group and then by FSDP2, whose
+DTensor does not describe the first cut.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Run = tuple[int, int]  # neighbouring indices of a dimension: (the first, their 
 
 
 class ModuleCut(NamedTuple):
-    """How a module cuts a parameter over a process group."""
+    """A module's cut of a parameter over a process group."""
 
     how: ParameterCut
     group: Any
 
 
 class Pieces(Tensor):
-    """Has the whole tensor's shape, dtype and device, and no memory. `part`: the tensor that this rank holds; `views`:
-    rectangles of it by their offsets in the whole one, none on a rank that holds nothing; `over`: the ranks, by their
-    numbers in the whole job, that together hold the whole tensor."""
+    """A tensor with the whole tensor's shape, dtype and device, and no memory. `part`: the tensor that this rank holds.
+    `views`: rectangles of the part by their offsets in the whole tensor, none on a rank that holds nothing. `over`: the
+    global ranks that together hold the whole tensor."""
 
     part: Any
     views: dict[tuple[int, ...], Tensor]
@@ -41,10 +41,10 @@ class Pieces(Tensor):
 
     @staticmethod
     def of(name: str, part: Any, shape: list[int], runs: list[list[Run]], over: set[int]) -> Pieces:
-        """**Arguments:** `shape`: of the whole tensor. `runs`: for each dimension, the indices that the part has, in
-        its order.
+        """Returns the pieces of a part. **Arguments:** `shape`: the whole tensor's shape. `runs`: for each dimension,
+        the indices of the whole tensor that the part has, in the part's order.
 
-        **Raises** CheckpointError if the part has other extents.
+        **Raises** CheckpointError if the part's shape does not match `runs`.
         """
         local = (part.to_local() if is_sharded(part) else part).detach()
         extents = [sum([number for _, number in of_dim]) for of_dim in runs]
@@ -59,7 +59,7 @@ class Pieces(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} of Pieces, which only say where a rank's part lies")
 
-    # --- what DCP calls ---
+    # --- methods that DCP calls ---
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -88,8 +88,8 @@ class Pieces(Tensor):
     # --- exporting ---
 
     def gathered(self, group: Any) -> Tensor:
-        """The whole tensor, on every rank of a group that has all of it. All ranks of the group call this."""
-        device = self.part.device_mesh.device_type if is_sharded(self.part) else self.device  # offloaded: not its own
+        """Returns the whole tensor on every rank of a group, whose ranks together have all of it and all call this."""
+        device = self.part.device_mesh.device_type if is_sharded(self.part) else self.device  # a part may be offloaded
         whole = torch.zeros(self.shape, dtype=self.dtype, device=device)
         for offsets, view in self.views.items():
             whole[tuple([slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True)])] = view.to(device)
@@ -99,10 +99,10 @@ class Pieces(Tensor):
 
 
 def described(name: str, t: Any, cut: ModuleCut | None) -> Any:
-    """A tensor as DCP takes it: itself where ranks hold it whole or DCP knows where a DTensor's part lies, else
-    `Pieces`. `cut`: of the parameter that it is or belongs to; None for a parameter that no module cuts.
+    """Returns a tensor as DCP takes it: the tensor itself if ranks hold it whole, or if DCP can locate its DTensor's
+    part; else `Pieces`. `cut`: the cut of the parameter that the tensor is or belongs to, None if no module cuts it.
 
-    **Raises** CheckpointError, by the tensor's `name`, for a part that its cuts do not describe.
+    **Raises** CheckpointError with the tensor's `name` if its cuts do not describe the part.
     """
     placed = _placements(t) if is_sharded(t) else []
     if cut is None:
@@ -111,7 +111,7 @@ def described(name: str, t: Any, cut: ModuleCut | None) -> Any:
             return t
     shape, over = list(t.shape), set(t.device_mesh.mesh.flatten().tolist()) if is_sharded(t) else set()
     if cut is not None:
-        # A part that a module has cut is what FSDP2 cuts. Its DTensor says so by a stride, or is of the part alone.
+        # FSDP2 cuts the module's part. The DTensor shows both cuts by a strided placement, or has the part's shape.
         ranks = dist.get_process_group_ranks(cut.group)
         others = [(how._replace(parts=1), rank, of) for how, rank, of in placed if set(of) != set(ranks)]
         if len(others) == len(placed):
@@ -124,7 +124,8 @@ def described(name: str, t: Any, cut: ModuleCut | None) -> Any:
 
 
 def _placements(t: Any) -> list[tuple[ParameterCut, int, list[int]]]:
-    """The cuts of a DTensor in the order in which its placements mean them: (how, this rank in it, ranks of it)."""
+    """Returns the cuts of a DTensor in the order in which its placements apply: (how, this rank's index in it, its
+    ranks)."""
     mesh, at = t.device_mesh, t.device_mesh.get_coordinate()
     if at is None:  # a rank outside of the mesh, which holds nothing
         return []
@@ -136,17 +137,18 @@ def _placements(t: Any) -> list[tuple[ParameterCut, int, list[int]]]:
 
 
 def part_of(t: Any) -> Any:
-    """The tensor that a rank holds, of what `described` made."""
+    """Returns the tensor that a rank holds, from the result of `described`."""
     return t.part if isinstance(t, Pieces) else t
 
 
 def is_sharded(t: Any) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Returns whether a tensor is a DTensor."""
     return hasattr(t, "placements")
 
 
 def _kept(runs: list[Run], parts: int, rank: int, ranks: int) -> list[Run]:
-    """The indices that a rank keeps of `runs`, which stack `parts` equal parts; torch.chunk's rule cuts each part."""
+    """Returns the indices of `runs` that a rank keeps. `runs` stack `parts` equal parts, each of which is cut as
+    torch.chunk cuts."""
     kept, extent = [], sum([number for _, number in runs])
     for part in range(parts):
         begin, end = _chunk(0, extent, part, parts)
@@ -165,7 +167,7 @@ def _chunk(begin: int, end: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _views(local: Tensor, runs: list[list[Run]]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Rectangles of a part by their offsets in the whole tensor."""
+    """Yields the rectangles of a part by their offsets in the whole tensor."""
     placed = []
     for of_dim in runs:
         ends = itertools.accumulate([number for _, number in of_dim], initial=0)

@@ -1,5 +1,5 @@
-"""Calls that the ranks of a process group make together: an error on one rank is raised on all, and none waits for a
-rank that has left. Without torch.distributed there is one rank."""
+"""Collective calls of a process group's ranks: an error on one rank is raised on all, so that no rank waits for one
+that has failed. Without torch.distributed there is one rank."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def place(group: Any = None) -> tuple[int, int]:
 
 
 def members(group: Any = None) -> set[int]:
-    """The ranks of a group, by their numbers in the whole job."""
+    """Returns the global ranks of a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return {0}
     return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
 def each(work: Callable[[], T], group: Any = None) -> T:
-    """Runs `work` on every rank and returns its result. **Raises** CheckpointError on all ranks if one raised."""
+    """Runs `work` on every rank. Returns its result. **Raises** CheckpointError on all ranks if it raises on one."""
     return _run(work, group)[0]
 
 
 def once(work: Callable[[], T], group: Any = None) -> T:
-    """Runs `work` on rank 0 and returns its result on all ranks. **Raises** CheckpointError on all if it raised."""
+    """Runs `work` on rank 0. Returns its result on all ranks. **Raises** CheckpointError on all ranks if it raises."""
     rank, _ = place(group)
     return _run(work if rank == 0 else _nothing, group, share=True)[1][0]
 
@@ -58,7 +58,7 @@ def _run(work: Callable[[], Any], group: Any, share: bool = False) -> tuple[Any,
     result, error = None, None
     try:
         result = work()
-    except Exception as e:  # whatever it is, the other ranks have to know of it
+    except Exception as e:  # the other ranks must learn of every error
         error = e
     said = None if error is None else str(error) or type(error).__name__
     _, size = place(group)

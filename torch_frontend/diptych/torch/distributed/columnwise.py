@@ -11,20 +11,20 @@ from torch import Tensor
 
 from diptych.common.quantizers import SQUARE, Quantizer
 
-LOW_BITS = 0xF  # of a byte that packs two elements: the first one's
+LOW_BITS = 0xF  # the first element's bits in a byte that packs two
 
 
 def transposable(quantizer: Quantizer) -> bool:
-    """Whether a quantizer's columnwise copy is its rowwise copy transposed."""
+    """Returns whether a quantizer's columnwise copy is its rowwise copy transposed."""
     fmt = quantizer.format
     return fmt.per_tensor or fmt.block_rows == fmt.block_cols or bool(quantizer.spec.flags & SQUARE)
 
 
 def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the columnwise copy (data, scales) of a matrix, or of a stack of them, as views where they suffice. Data
-    whose bytes are to be transposed are returned as they are (`byte_transposed`).
+    """Returns the columnwise copy (data, scales) of a matrix or of a stack of matrices, as views where possible. If the
+    bytes of the data must be transposed (`byte_transposed`), the data are returned unchanged.
 
-    **Arguments:** `data`, `scale_inv`: the rowwise copy, by a quantizer that is `transposable`.
+    **Arguments:** `data`, `scale_inv`: the rowwise copy that a `transposable` quantizer made.
     """
     fmt = quantizer.format
     turned = fmt.columnwise == "transposed"
@@ -43,11 +43,11 @@ def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[T
 
 
 def byte_transposed(quantizer: Quantizer) -> bool:
-    """Whether the columnwise data are the rowwise ones with their bytes transposed."""
+    """Returns whether the columnwise data are the rowwise data with their bytes transposed."""
     return quantizer.format.columnwise == "transposed" and quantizer.format.pack == 1
 
 
 def _transposed_nibbles(data: Tensor) -> Tensor:
-    """Transposes matrices whose bytes pack two elements of a row, the first in the low bits."""
+    """Returns transposed matrices, whose bytes pack two elements of a row, the first one in the low bits."""
     turned = torch.stack((data & LOW_BITS, data >> 4), -1).flatten(-2).transpose(-2, -1)
     return turned[..., ::2] | turned[..., 1::2] << 4

@@ -1,11 +1,12 @@
-"""`Gather`: how one weight of FSDP2 is gathered quantized: the copies that travel, and the memory that receives them.
+"""`Gather`: the quantized gathering of one FSDP2 weight: the copies that are sent, and the memory that receives them.
 
 FSDP2 gathers a weight for forward, and again for backward unless it stays gathered in between. Forward reads the
-rowwise copy and backward the columnwise one, so a gather receives what is read until the weight is resharded: copies in
-one-dimensional blocks travel when they are read, others travel rowwise and are transposed when backward reads them.
+rowwise copy and backward the columnwise one, so a gather receives the copies that are read until the weight is
+resharded. Copies in one-dimensional blocks are sent when they are read; others are sent rowwise and transposed when
+backward reads them.
 
-Invariant: the whole weight's buffers are the same tensors for good, since graphs and autograd save in forward what they
-read in backward. A buffer that is not gathered has no memory, and the core refuses to read it.
+Invariant: the whole weight's buffers remain the same tensors, since graphs and autograd save in forward the tensors
+that they read in backward. A buffer that is not gathered has no memory, and the core refuses to read it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ ROWWISE, COLUMNWISE = "rowwise", "columnwise"
 
 
 class Plan(NamedTuple):
-    """How a weight is gathered when certain copies of it are read. `making`: quantizes a part; `names`: its buffers.
-    `sent`: names of those that travel. `outputs`: what FSDP receives them into; `inner`: the other tensors that it
-    allocates and frees. `turned`: whether the columnwise copy is made of the rowwise one that was received."""
+    """The gathering of a weight for certain copies that are read. `making`: the quantizer of a part. `names`: the
+    part's buffers. `sent`: the names of those that are sent. `outputs`: the tensors into which FSDP receives them.
+    `inner`: the other tensors that FSDP allocates and frees. `turned`: whether the columnwise copy is made from the
+    received rowwise copy."""
 
     making: Quantizer
     names: tuple[str, ...]
@@ -44,13 +46,13 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass
 class Gather:
-    """How one weight is gathered.
+    """The gathering of one weight.
 
     `stack`: whether it is a stack of weights [G, N, K], of which each rank holds some whole ones. `param`, `group`:
-    FSDP2's own objects for the weight and for those that are gathered with it. `recompute`: whether backward reads the
-    rowwise copy too. `amaxes`: None where no block is cut; `number` is the weight's place in them. `parts`: quantizes
-    the parts of all weights that are gathered together. `whole`: the gathered weight's buffers by name, once they are
-    made; `plans`: by the copies that are read.
+    FSDP2's own objects for the weight and for the weights that are gathered together with it. `recompute`: whether
+    backward reads the rowwise copy too. `amaxes`: the amaxes of whole weights, None if no block is cut; `number`: the
+    weight's number in them. `parts`: quantizes the parts of all weights of the group. `whole`: the gathered weight's
+    buffers by name, once they exist. `plans`: the plans by the copies that are read.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Gather:
     plans: dict[tuple[str, ...], Plan] = dataclasses.field(default_factory=dict)
 
     def read(self) -> tuple[str, ...]:
-        """The copies that are read from the gather that begins now until the weight is resharded."""
+        """Returns the copies that are read from the gather that begins now, until the weight is resharded."""
         state, in_backward = training_state(self.group).name, backward_pass() != -1
         if not self.quantizer.columnwise:
             return (ROWWISE,)
@@ -77,22 +79,22 @@ class Gather:
         return ROWWISE, COLUMNWISE  # the weight stays gathered, or a user's own call gathers it
 
     def travelling(self, read: tuple[str, ...]) -> tuple[str, ...]:
-        """The copies that ranks send, for those that are read."""
+        """Returns the copies that ranks send if the copies `read` are read."""
         return (ROWWISE,) if transposable(self.quantizer) else read
 
     def sent(self, making: Quantizer) -> tuple[str, ...]:
-        """The buffers that ranks send of those that are made. Scales of whole tensors, and amaxes, are known to all;
-        those of a stack's weights to one rank each."""
+        """Returns the names of the buffers of a part that ranks send. The scales of tensorwise formats, and amaxes, are
+        known to all ranks and are not sent, except those of a stack, each of whose weights one rank has."""
         scales = () if self.quantizer.format.per_tensor else ("scale_inv",)
         return tuple([name for name in making.buffer_names() if self.stack or name.endswith(("data", *scales))])
 
     def cut_by_columns(self, name: str) -> bool:
-        """Whether ranks hold columns of a buffer, which are not received as they lie."""
+        """Returns whether ranks hold columns of a buffer, so that the received bytes must be reordered."""
         return not self.stack and name.startswith(COLUMNWISE) and self.quantizer.format.columnwise == "transposed"
 
     def receive(self, shape: tuple[int, ...], like: Tensor, ranks: int) -> Plan:
-        """Makes FSDP receive into the whole weight's buffers, and allocate and free the others that are read, as the
-        plan says that it returns."""
+        """Makes FSDP receive into the whole weight's buffers, and allocate and free the other buffers that are read.
+        Returns the plan that describes this."""
         read = self.read()
         plan = self.plans.get(read)
         if plan is None:
@@ -127,12 +129,12 @@ class Gather:
         return Plan(making, names, sent, tuple(outputs.values()), tuple(inner), turned)
 
     def fill(self, name: str, t: Tensor) -> None:
-        """Copies a buffer that was not received as it lies."""
+        """Copies `t` into a buffer that was not received in place."""
         with self._written(name, t) as held:
             held.copy_(t)
 
     def fill_columnwise(self) -> None:
-        """Makes the columnwise copy of the rowwise one that was received."""
+        """Makes the columnwise copy from the received rowwise copy."""
         data, scale_inv = transposed(self.quantizer, self.whole["rowwise_data"], self.whole["rowwise_scale_inv"])
         if byte_transposed(self.quantizer):
             with self._written("columnwise_data", data) as held:
@@ -145,7 +147,7 @@ class Gather:
 
     @contextlib.contextmanager
     def _written(self, name: str, t: Tensor) -> Iterator[Tensor]:
-        """The whole weight's buffer with its memory, to be written from `t`."""
+        """Returns a context with the whole weight's buffer, which has memory and may be written from `t`."""
         held = self.whole[name]
         storage = held.untyped_storage()
         if storage.nbytes() < held.nbytes:

@@ -1,4 +1,4 @@
-"""`parallel.prepare`: makes FSDP2 gather the weights of a model quantized, after checking that each can be cut so."""
+"""`parallel.prepare`: makes FSDP2 gather the weights of a model quantized, and first checks that each can be cut so."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def gather_quantized(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: 
     clipping and checkpoints see them so. Forward and backward read a gathered weight as one that is held quantized
     (`quantized_model_init`): the amaxes of per-tensor formats and of NVFP4 are those of the whole weights, reduced over
     the ranks in one call for all weights when a step has changed them, and delayed scaling scales weights by their
-    current amax. Of a module that is cut over a tensor-parallel group FSDP2 gathers this rank's part, by the amax of
-    the whole weight: amaxes are reduced over that group, too. Outside of `autocast` regions layers read dequantized
-    weights. Weights that the recipe leaves in high precision are gathered so; so are those that ranks would cut inside
-    of a block or unevenly, and those that other modules share, of which one GatherWarning tells.
+    current amax. If a module is cut over a tensor-parallel group, FSDP2 gathers this rank's part, quantized by the amax
+    of the whole weight: amaxes are reduced over that group, too. Outside of `autocast` regions layers read dequantized
+    weights. Weights that the recipe leaves in high precision are gathered so. Weights that ranks would cut inside of a
+    block or unevenly, and weights that other modules share, are gathered so too, and one GatherWarning lists them.
 
     **Arguments:** `model`: the root module that `fully_shard` was applied to. `mesh`: the DeviceMesh that it shards
     over, of one dimension (with a dimension of replicas before it: HSDP); beside tensor parallelism the part of the
@@ -71,7 +71,7 @@ def gather_quantized(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: 
     left: dict[str, str] = {}
     try:
         found, left = _found(model, mesh, recipe, recompute)
-    except Exception as raised:  # whatever it is, the other ranks have to know of it
+    except Exception as raised:  # the other ranks must learn of every error
         error = raised
     _require_alike(model, mesh, recipe, recompute, (found, left), error)
     if left:
@@ -105,7 +105,7 @@ def gather_quantized(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: 
 
 
 class _Weight(NamedTuple):
-    """A weight that the recipe quantizes. `name`: the full one."""
+    """A weight that the recipe quantizes. `name`: its full name."""
 
     name: str
     module: QuantizedModule
@@ -115,7 +115,7 @@ class _Weight(NamedTuple):
 
 
 def _found(model: nn.Module, mesh: Any, recipe: Recipe, recompute: bool) -> tuple[list[_Weight], dict[str, str]]:
-    """Returns the weights that are gathered quantized, and the reasons why others are not, by their names."""
+    """Returns the weights that are gathered quantized, and the reasons why others are not, by name."""
     from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
 
     require_recipe("parallel.prepare", recipe, optional=False)
@@ -151,8 +151,8 @@ def _listed(reasons: dict[str, str]) -> str:
 
 
 def _read_otherwise(model: nn.Module, weights: list[_Weight]) -> dict[str, str]:
-    """Returns, by their names, why weights stay in high precision that other modules read too, without quantizing
-    them. **Raises** UnsupportedError for weights that FSDP2 does not gather, or reshards over fewer ranks."""
+    """Returns, by name, the reasons why weights stay in high precision because other modules read them unquantized.
+    **Raises** UnsupportedError for a weight that FSDP2 does not gather, or reshards over fewer ranks."""
     managed, quantized = _managed(model), {(id(weight.module), weight.attribute) for weight in weights}
     names, reasons = {id(module): name for name, module in model.named_modules()}, {}
     for name, module, _, attribute, _ in weights:
@@ -184,8 +184,8 @@ def _require_alike(
     weights: tuple[list[_Weight], dict[str, str]],
     error: Exception | None,
 ) -> None:
-    """Compares what ranks gather over a mesh and the tensor-parallel groups of a model's modules. **Raises** this
-    rank's own error, or RankMismatchError if ranks differ."""
+    """Compares over a mesh and the modules' tensor-parallel groups what ranks will gather. **Raises** this rank's own
+    error, or RankMismatchError if ranks differ."""
     modules = [m for m in model.modules() if isinstance(m, QuantizedModule)] if isinstance(model, nn.Module) else []
     cut = {id(m.tp_group): m.tp_group for m in modules if m.tp_group is not None}
     values = {"an error": "none" if error is None else f"{type(error).__name__}: {error}"}
@@ -211,7 +211,7 @@ def _require_alike(
 
 
 def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """FSDP2's objects (of the parameter, of its group) by the module's id and the parameter's name in it."""
+    """Returns FSDP2's objects (parameter, group) by the module's id and the parameter's name in it."""
     from torch.distributed.fsdp import FSDPModule
 
     made = {}
@@ -224,13 +224,13 @@ def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
 
 
 def _owners(param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that have a parameter of FSDP2's, with its name in each."""
+    """Returns the modules that have an FSDP2 parameter, with its name in each."""
     at = module_info(param)
     return list(zip([at.module, *at.shared_modules], [at.param_name, *at.shared_param_names], strict=True))
 
 
 def _weights(model: nn.Module, recipe: Recipe) -> Iterator[_Weight]:
-    """The weights that the recipe quantizes."""
+    """Yields the weights that the recipe quantizes."""
     for prefix, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
@@ -244,7 +244,8 @@ def _weights(model: nn.Module, recipe: Recipe) -> Iterator[_Weight]:
 
 
 def _shape_of_part(module: QuantizedModule, attribute: str) -> list[int]:
-    """The shape of what FSDP2 shards: the parameter, or this rank's part where a style has made it a DTensor."""
+    """Returns the shape that FSDP2 shards: the parameter's, or that of this rank's part if a style has made it a
+    DTensor."""
     shape = list(module._parameters[attribute].shape)  # type: ignore[union-attr]
     if module._styled and attribute in (cuts := module.cuts()):
         shape[cuts[attribute].dim] //= module.tp_size
@@ -252,8 +253,8 @@ def _shape_of_part(module: QuantizedModule, attribute: str) -> list[int]:
 
 
 def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quantizer: Quantizer, mesh: Any) -> str:
-    """Returns why ranks cannot share a weight of its shape, or nothing. **Raises** UnsupportedError or ArgumentError
-    where the reason is not its shape."""
+    """Returns the reason why ranks cannot shard a weight of this shape, or "". **Raises** UnsupportedError or
+    ArgumentError if there is a reason other than the shape."""
     from torch.distributed.tensor import DTensor
 
     op, parameter = f"parallel.prepare: {name}", module._parameters[attribute]
@@ -297,7 +298,7 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
 def _require_whole_parts(
     name: str, module: QuantizedModule, layer: str, attribute: str, quantizer: Quantizer, mesh: Any
 ) -> None:
-    """Checks the tensor-parallel cut of a weight, of which ranks of `mesh` hold parts of this rank's part."""
+    """**Raises** an error if the ranks of `mesh` cannot shard this rank's tensor-parallel part of a weight."""
     op, cut = f"parallel.prepare: {name}", module._cut(layer)
     assert cut is not None
     shared = set(torch.distributed.get_process_group_ranks(module.tp_group)) & set(mesh.mesh.flatten().tolist())
@@ -312,12 +313,13 @@ def _require_whole_parts(
 
 
 def _attach(gathered: list[tuple[weakref.ref[QuantizedModule], str, Gather]]) -> None:
-    """Makes local tensors `ShardedWeight`s where loading, moving or materializing has put plain ones in their place."""
+    """Makes local tensors `ShardedWeight`s where loading, moving or materializing has replaced them by plain
+    tensors."""
     for reference, attribute, gather in gathered:
         module = reference()
         parameter: Any = None if module is None else module._parameters.get(attribute)
         part = part_of(parameter)
-        if part is None or isinstance(part, ShardedWeight):  # None: the weight is gathered now
+        if part is None or isinstance(part, ShardedWeight):  # None: the weight is gathered at present
             continue
         set_local_tensor(parameter, ShardedWeight.of(part, gather))
         if gather.amaxes is not None:

@@ -1,7 +1,7 @@
-"""`Parts`: what this rank sends of the weights that FSDP2 gathers together, quantized in few calls of the core.
+"""`Parts`: this rank's parts of the weights that FSDP2 gathers together, quantized in few calls of the core.
 
-FSDP2 asks for one weight after the other. With the first that it asks for, those of the whole group are quantized: the
-host would fall behind the GPU if it quantized each weight by itself.
+FSDP2 asks for one weight after the other. When it asks for the first one, the weights of the whole group are quantized:
+the host would fall behind the GPU if it quantized each weight by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diptych.torch.private.sharding import sharded_part
 
 
 class Known:
-    """Scales of whole tensors, and amaxes, of all weights of a group. All ranks have them, so that none is sent."""
+    """Tensorwise scales, and amaxes, of all weights of a group. All ranks compute them, so that they are not sent."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
@@ -31,7 +31,7 @@ class Known:
         self._values.append(value)
 
     def fill(self) -> None:
-        """Copies the values to the weights' buffers, in one call when the first weight is received."""
+        """Copies the values into the weights' buffers, in one call when the first weight is received."""
         held, values = self._held, self._values
         if not held:
             return
@@ -57,9 +57,9 @@ class Received(NamedTuple):
 
 
 class Parts:
-    """The parts of the weights of one of FSDP2's groups.
+    """The parts of the weights of one FSDP2 group.
 
-    Invariant: what is made is taken before a gather ends, since FSDP2 asks for every weight of a group.
+    Invariant: all quantized parts are taken before a gather ends, since FSDP2 asks for every weight of a group.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class Parts:
         self._gathers.append(gather)
 
     def of(self, gather: Gather, mesh: Any, dtype: torch.dtype | None) -> tuple[tuple[Tensor, ...], Received]:
-        """Returns (bytes that are sent of a weight, what is received without sending it).
+        """Returns (the bytes of a weight to send, the `Received` that completes them).
 
-        `mesh`: the ranks that the weights are cut over. `dtype`: what weights are cast to before they are quantized, or
-        None.
+        `mesh`: the ranks that the weights are sharded over. `dtype`: the dtype to which weights are cast before they
+        are quantized, or None.
         """
         if id(gather) not in self._made:
             with torch.no_grad():
@@ -85,7 +85,7 @@ class Parts:
         alike: dict[Any, list[tuple[Gather, Plan, Tensor]]] = {}  # the core quantizes those together
         for gather in self._gathers:
             held = sharded_part(gather.param)
-            if getattr(held, "gather", None) is not gather:  # a plain tensor, which FSDP2 gathers as it is
+            if getattr(held, "gather", None) is not gather:  # a plain tensor, which FSDP2 gathers in high precision
                 continue
             part = held.detach().as_subclass(Tensor)
             part = part if dtype is None else part.to(dtype)
@@ -108,7 +108,7 @@ class Parts:
 
 
 def _quantized(some: list[tuple[Gather, Plan, Tensor]], mesh: Any) -> list[list[Tensor]]:
-    """Returns the buffers of parts that are quantized alike."""
+    """Returns the buffers of parts that share a quantizer, a shape of copies and a dtype."""
     (first, plan, part), parts = some[0], [part for _, _, part in some]
     if first.stack:
         return [grouped_ops.quantize_stack(part, plan.making) for part in parts]

@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors in the order of a file. **Raises** ValueError for a dtype that such files do not have."""
+    """Returns tensors in the order of a file. **Raises** ValueError if safetensors files do not have a dtype."""
     for name, t in tensors.items():
         if t.dtype not in _NAMES:
             raise ValueError(f"{name} is {t.dtype}, which safetensors files do not hold")
@@ -42,8 +42,8 @@ def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(path: Path, forms: Mapping[str, Tensor], values: Iterable[Tensor]) -> None:
-    """Writes a file atomically. `forms`: what `in_order` returned, read for dtypes and shapes alone; `values`: the
-    tensors, in this order. **Raises** FileError if it cannot be written."""
+    """Writes a file atomically. `forms`: the result of `in_order`, which gives dtypes and shapes alone. `values`: the
+    tensors, in this order. **Raises** FileError if the file cannot be written."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, t in forms.items():

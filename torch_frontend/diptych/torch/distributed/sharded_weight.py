@@ -1,9 +1,10 @@
 """`ShardedWeight`: the part of a weight that one rank of FSDP2 holds, which is gathered quantized.
 
-FSDP2 asks a parameter's local tensor what to send (`fsdp_pre_all_gather`) and what to make of the bytes received
-(`fsdp_post_all_gather`). A `ShardedWeight` is the plain tensor of the part, in high precision, with these two methods,
-so that optimizers, clipping and checkpoints see no difference. It sends bytes: gloo refuses FP8, and NCCL refuses E8M0
-and E2M1. The layer's weight is then a `QuantizedParameter`, whose gradient is plain, and FSDP reduces it as any other.
+FSDP2 calls two methods of a parameter's local tensor: `fsdp_pre_all_gather` returns the tensors to send, and
+`fsdp_post_all_gather` makes the weight from the received bytes. A `ShardedWeight` is the plain tensor of the part, in
+high precision, with these two methods, so that optimizers, clipping and checkpoints see no difference. It sends bytes:
+gloo refuses FP8, and NCCL refuses E8M0 and E2M1. The layer's weight is then a `QuantizedParameter` with a plain
+gradient, which FSDP reduces as any other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
 class Send:
-    """`fsdp_pre_all_gather` of one part. FSDP2 reads the signature at each gather, so it is made once, ahead."""
+    """The `fsdp_pre_all_gather` of one part. FSDP2 reads its signature at each gather, so the signature is made
+    once."""
 
     __signature__ = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
@@ -33,13 +35,13 @@ class Send:
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Received]:
-        """Returns (bytes to send, what `fsdp_post_all_gather` needs)."""
+        """Returns (bytes to send, the argument of `fsdp_post_all_gather`)."""
         return self.gather.parts.of(self.gather, mesh, mp_policy.param_dtype)
 
 
 class ShardedWeight(Tensor):
     """A weight's part [N / ranks, K], or a stack's [G / ranks, N, K], in high precision. `parallel.prepare` makes it
-    of FSDP2's local tensor, in place."""
+    from FSDP2's local tensor, in place."""
 
     gather: Gather
     fsdp_pre_all_gather: Send
@@ -52,15 +54,15 @@ class ShardedWeight(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the part as the plain tensor that it is."""
+        """Pickles the part as a plain tensor."""
         return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
     @torch.no_grad()
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], received: Received, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Fills the whole weight's buffers. Returns (weight, tensors that FSDP frees with it) where there is no `out`,
-        which has these buffers."""
+        """Fills the whole weight's buffers. Returns (weight, tensors that FSDP frees with it), or None if `out`, which
+        has these buffers, is given."""
         gather = self.gather
         received.known.fill()
         for name, t in received.same.items():

@@ -1,8 +1,9 @@
-"""`ParallelStyle`s for `torch.distributed.tensor.parallel.parallelize_module`: whole modules become cut ones.
+"""`ParallelStyle`s for `torch.distributed.tensor.parallel.parallelize_module`, which cut whole modules over ranks.
 
-A style makes the module's parameters DTensors on the tensor-parallel mesh, and the module itself one that was made with
-a `tp_group` (`modules/tensor_parallel.py`), so that both ways compute the same. Layouts at the module's boundary say
-whether activations are cut along tokens: the layer then gathers and scatters them itself, in the recipe's format.
+A style makes the module's parameters DTensors on the tensor-parallel mesh, and makes the module equal to one that was
+created with a `tp_group` (`modules/tensor_parallel.py`), so that both ways compute the same. Layouts at the module's
+boundary determine whether activations are cut along tokens: the layer then gathers and scatters them itself, in the
+recipe's format.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FEATURES = Shard(-1)
 
 
 class _Style(ParallelStyle):
-    """The base of the styles that cut linear layers. `inputs`, `outputs`: how activations lie outside of the module."""
+    """The base of the styles that cut linear layers. `inputs`, `outputs`: the layouts of activations outside of the
+    module."""
 
     kinds: tuple[type[TensorParallelModule], ...] = ()
     modes: Mapping[str, str] = {}
@@ -75,17 +77,17 @@ class _Style(ParallelStyle):
 
 
 class ColwiseParallel(_Style):
-    """Cuts the features of a `Linear`'s or `LayerNormLinear`'s result: as their `parallel_mode="column"`.
+    """Cuts the features of a `Linear`'s or `LayerNormLinear`'s result, like their `parallel_mode="column"`.
 
-    **Arguments:** `input_layouts`: `Replicate()`, the default: each rank gives the whole input; `Shard(0)` or
-    `Shard(1)`: each rank gives its tokens, cut along this dimension, which the layer gathers quantized.
-    `output_layouts`: `Shard(-1)`, the rank's features, is all there is. `use_local_output`: False returns a DTensor.
+    **Arguments:** `input_layouts`: with `Replicate()`, the default, each rank gives the whole input; with `Shard(0)` or
+    `Shard(1)` each rank gives its tokens, cut along this dimension, which the layer gathers quantized.
+    `output_layouts`: `Shard(-1)`, the rank's features, is the only layout. `use_local_output`: False returns a DTensor.
 
     A plain input is this rank's part; a DTensor must be placed as `input_layouts` says.
 
-    **Raises** ValueError for other layouts; where the style is applied ArgumentError for other modules, meshes and
-    modules that are cut already, ShapeError for extents that ranks cannot share, UnsupportedError for weights that are
-    held quantized and for `fuse_wgrad_accumulation` and `delay_wgrad_compute`.
+    **Raises** ValueError for other layouts. Applying the style **raises** ArgumentError for other modules or meshes and
+    for modules that are cut already, ShapeError if ranks cannot share the extents, UnsupportedError for weights that
+    are held quantized and for `fuse_wgrad_accumulation` and `delay_wgrad_compute`.
     """
 
     kinds = (Linear, LayerNormLinear)
@@ -104,13 +106,13 @@ class ColwiseParallel(_Style):
 
 
 class RowwiseParallel(_Style):
-    """Cuts the features of a `Linear`'s input: as its `parallel_mode="row"`.
+    """Cuts the features of a `Linear`'s input, like its `parallel_mode="row"`.
 
-    **Arguments:** `input_layouts`: `Shard(-1)`, the rank's features, is all there is. `output_layouts`: `Replicate()`,
-    the default: each rank gets the whole result; `Shard(0)` or `Shard(1)`: it gets its tokens, cut along this
-    dimension. `use_local_output`: False returns a DTensor.
+    **Arguments:** `input_layouts`: `Shard(-1)`, the rank's features, is the only layout. `output_layouts`: with
+    `Replicate()`, the default, each rank gets the whole result; with `Shard(0)` or `Shard(1)` it gets its tokens, cut
+    along this dimension. `use_local_output`: False returns a DTensor.
 
-    **Raises** as `ColwiseParallel`.
+    **Raises** the errors of `ColwiseParallel`.
     """
 
     kinds = (Linear,)
@@ -129,13 +131,13 @@ class RowwiseParallel(_Style):
 
 
 class PairwiseParallel(_Style):
-    """Cuts a `LayerNormMLP`, fc1 by columns and fc2 by rows: as its `set_parallel_mode=True`.
+    """Cuts a `LayerNormMLP`, fc1 by columns and fc2 by rows, like its `set_parallel_mode=True`.
 
-    **Arguments:** `layouts`: `Replicate()`, the default: each rank gives the whole input and gets the whole result;
-    `Shard(0)` or `Shard(1)`: both hold its tokens, cut along this dimension. `use_local_output`: False returns a
-    DTensor.
+    **Arguments:** `layouts`: with `Replicate()`, the default, each rank gives the whole input and gets the whole
+    result; with `Shard(0)` or `Shard(1)` input and result hold the rank's tokens, cut along this dimension.
+    `use_local_output`: False returns a DTensor.
 
-    **Raises** as `ColwiseParallel`.
+    **Raises** the errors of `ColwiseParallel`.
     """
 
     kinds = (LayerNormMLP,)
@@ -150,15 +152,15 @@ class PairwiseParallel(_Style):
 
 
 class SequenceParallel(_SequenceParallel):
-    """Runs a module of torch's that handles each token alone (norms, dropout) on this rank's tokens.
+    """Runs a torch module that handles each token by itself (norms, dropout) on this rank's tokens.
 
     torch's style of this name does the work: parameters become replicated DTensors, and their gradients are summed over
-    the ranks. Unlike torch's it gives every rank the parameters of the first one, and returns a plain tensor.
+    the ranks. Unlike torch's style it gives every rank the parameters of the first one, and returns a plain tensor.
 
     **Arguments:** `sequence_dim`: the dimension along which tokens are cut. `use_local_output`: False returns a
     DTensor.
 
-    **Raises** ArgumentError where it is applied to a quantized module: `ColwiseParallel`, `RowwiseParallel` and
+    Applying it to a quantized module **raises** ArgumentError: `ColwiseParallel`, `RowwiseParallel` and
     `PairwiseParallel` have layouts for tokens that are cut.
     """
 
@@ -184,7 +186,8 @@ class SequenceParallel(_SequenceParallel):
 
 
 def _distributed(whole: Tensor, mesh: DeviceMesh, cut: ParameterCut | None, source: int | None) -> DTensor:
-    """The DTensor of a whole parameter. `source`: the rank of the mesh whose values all take; None: each its own."""
+    """Returns the DTensor of a whole parameter. `source`: the rank of the mesh whose values all ranks take; None: each
+    its own."""
     if cut is None or cut.parts == 1:
         placement = Replicate() if cut is None else Shard(cut.dim)
         return distribute_tensor(whole, mesh, [placement], src_data_rank=source)
@@ -204,7 +207,7 @@ def _warn_of_strides(op: str, mesh: DeviceMesh) -> None:
 
 
 def _require_plain(op: str, module: Any) -> None:
-    """**Raises** UnsupportedError for a module whose gradients or weights a DTensor cannot hold."""
+    """**Raises** UnsupportedError if a DTensor cannot hold the module's gradients or weights."""
     kind = type(module).__name__
     if module._weight_gradients is not None:
         raise UnsupportedError(
@@ -222,7 +225,7 @@ def _require_plain(op: str, module: Any) -> None:
 
 
 def _outside(op: str, argument: str, layout: Placement | None) -> Placement:
-    """How activations lie outside of a pair of layers."""
+    """Returns the layout of activations outside of a pair of layers."""
     layout = Replicate() if layout is None else layout
     _require_layout(op, argument, layout, (Replicate(), Shard(0), Shard(1)))
     return layout
@@ -235,7 +238,7 @@ def _require_layout(op: str, argument: str, layout: Placement | None, allowed: t
 
 
 class _Before:
-    """Takes the input's local tensor, with tokens along dimension 0."""
+    """A hook that passes on the input's local tensor, with tokens along dimension 0."""
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, swaps: bool) -> None:
         self.layout, self.mesh, self.swaps = layout, mesh, swaps
@@ -264,7 +267,7 @@ class _Before:
 
 
 class _After:
-    """Returns the result with tokens along the dimension that the layouts name."""
+    """A hook that returns the result with tokens along the dimension that the layouts name."""
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, swaps: bool, use_local_output: bool) -> None:
         self.layout, self.mesh, self.swaps, self.use_local_output = layout, mesh, swaps, use_local_output
