@@ -17,7 +17,6 @@ struct Record<FormatRow> {
     constexpr const char* rules[] = {"divide", "e8m0_ceil", "two_level"};
     f("name", r.name), f("element", diptych::name(r.element)), f("scale", diptych::name(r.scale));
     f("block_rows", r.block_rows), f("block_cols", r.block_cols), f("rule", rules[static_cast<int>(r.rule)]);
-    f("scale_layout", "row_major");
     f("columnwise", r.columnwise == ColumnwiseLayout::transposed ? "transposed" : "row_major");
     f("tolerance", r.tolerance);
   }

@@ -38,8 +38,8 @@ H_END = "};\n// clang-format on\ninline constexpr int32_t kFormatCount"
 PY_END = ")\n# fmt: on"
 QUANTIZERS_END = "        return QuantSpec(self.format.id, flags, 0.0)\n"
 RECIPES_END, ALL = '}\n"""The recipes with', '    "LateStateWarning",\n'
-ROW_H = '    {"%s", DType::%s, DType::%s, %d, %d, ScaleRule::%s, ScaleLayout::row_major, ColumnwiseLayout::%s, %sf},\n'
-ROW_PY = '    FormatRow("%s", %s, %s, %d, %d, "%s", "row_major", "%s", %s),\n'
+ROW_H = '    {"%s", DType::%s, DType::%s, %d, %d, ScaleRule::%s, ColumnwiseLayout::%s, %sf},\n'
+ROW_PY = '    FormatRow("%s", %s, %s, %d, %d, "%s", "%s", %s),\n'
 NAMES_PY = {"e5m2": "_E5M2", "e4m3": "_E4M3", "f32": "_F32", "e8m0": "_E8M0"}
 
 

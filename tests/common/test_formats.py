@@ -55,4 +55,4 @@ def test_rows_are_frozen_and_unique():
     with pytest.raises(dataclasses.FrozenInstanceError):
         FORMATS[0].name = "x"
     with pytest.raises(KeyError):
-        FormatRow("new", "e", "s", 1, 2, "r", "l", "c", 0.0).id  # noqa: B018
+        FormatRow("new", "e", "s", 1, 2, "r", "c", 0.0).id  # noqa: B018

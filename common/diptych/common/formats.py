@@ -27,7 +27,6 @@ class FormatRow:
     block_rows: int
     block_cols: int
     rule: str
-    scale_layout: str
     columnwise: str
     tolerance: float
 
@@ -61,16 +60,16 @@ _F32, _E8M0 = "float32", "float8_e8m0fnu"
 
 # fmt: off
 FORMATS: tuple[FormatRow, ...] = (
-    #          name                element scale  block      rule         scales       columnwise    tolerance
-    FormatRow("fp8_e4m3_tensor",   _E4M3, _F32,    0,   0, "divide",    "row_major", "transposed", 0.0625),
-    FormatRow("fp8_e5m2_tensor",   _E5M2, _F32,    0,   0, "divide",    "row_major", "transposed", 0.125),
-    FormatRow("fp8_e4m3_1x128",    _E4M3, _F32,    1, 128, "divide",    "row_major", "transposed", 0.0625),
-    FormatRow("fp8_e5m2_1x128",    _E5M2, _F32,    1, 128, "divide",    "row_major", "transposed", 0.125),
-    FormatRow("fp8_e4m3_128x128",  _E4M3, _F32,  128, 128, "divide",    "row_major", "transposed", 0.0625),
-    FormatRow("fp8_e5m2_128x128",  _E5M2, _F32,  128, 128, "divide",    "row_major", "transposed", 0.125),
-    FormatRow("mxfp8_e4m3",        _E4M3, _E8M0,   1,  32, "e8m0_ceil", "row_major", "row_major",  0.0625),
-    FormatRow("mxfp8_e5m2",        _E5M2, _E8M0,   1,  32, "e8m0_ceil", "row_major", "row_major",  0.125),
-    FormatRow("nvfp4",             _E2M1, _E4M3,   1,  16, "two_level", "row_major", "transposed", 0.25),
+    #          name                element scale  block      rule         columnwise    tolerance
+    FormatRow("fp8_e4m3_tensor",   _E4M3, _F32,    0,   0, "divide",    "transposed", 0.0625),
+    FormatRow("fp8_e5m2_tensor",   _E5M2, _F32,    0,   0, "divide",    "transposed", 0.125),
+    FormatRow("fp8_e4m3_1x128",    _E4M3, _F32,    1, 128, "divide",    "transposed", 0.0625),
+    FormatRow("fp8_e5m2_1x128",    _E5M2, _F32,    1, 128, "divide",    "transposed", 0.125),
+    FormatRow("fp8_e4m3_128x128",  _E4M3, _F32,  128, 128, "divide",    "transposed", 0.0625),
+    FormatRow("fp8_e5m2_128x128",  _E5M2, _F32,  128, 128, "divide",    "transposed", 0.125),
+    FormatRow("mxfp8_e4m3",        _E4M3, _E8M0,   1,  32, "e8m0_ceil", "row_major",  0.0625),
+    FormatRow("mxfp8_e5m2",        _E5M2, _E8M0,   1,  32, "e8m0_ceil", "row_major",  0.125),
+    FormatRow("nvfp4",             _E2M1, _E4M3,   1,  16, "two_level", "transposed", 0.25),
 )
 # fmt: on
 

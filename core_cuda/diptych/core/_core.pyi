@@ -243,7 +243,6 @@ class FormatTableRow(typing.TypedDict):
     block_rows: int
     block_cols: int
     rule: str
-    scale_layout: str
     columnwise: str
     tolerance: float
 

@@ -20,8 +20,6 @@ enum class ColumnwiseLayout : int32_t {
   row_major,   // data [M, K]; only the scales' blocks run along M
 };
 
-enum class ScaleLayout : int32_t { row_major };  // how the scales are stored
-
 enum class FormatId : int32_t {};  // an index into the table
 
 struct FormatRow {
@@ -31,7 +29,6 @@ struct FormatRow {
   int32_t block_rows;  // a rowwise block is block_rows x block_cols elements; 0 x 0 is the whole tensor
   int32_t block_cols;
   ScaleRule rule;
-  ScaleLayout scale_layout;
   ColumnwiseLayout columnwise;
   float
       tolerance;  // relative error of one quantize-dequantize round trip of a normal value: half an ulp of the element
@@ -45,16 +42,16 @@ struct FormatRow {
 
 // clang-format off
 inline constexpr FormatRow kFormats[] = {
-    // name                  element      scale        block      rule                  scale layout           columnwise                    tolerance
-    {"fp8_e4m3_tensor",      DType::e4m3, DType::f32,    0,   0, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.0625f},
-    {"fp8_e5m2_tensor",      DType::e5m2, DType::f32,    0,   0, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
-    {"fp8_e4m3_1x128",       DType::e4m3, DType::f32,    1, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.0625f},
-    {"fp8_e5m2_1x128",       DType::e5m2, DType::f32,    1, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
-    {"fp8_e4m3_128x128",     DType::e4m3, DType::f32,  128, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.0625f},
-    {"fp8_e5m2_128x128",     DType::e5m2, DType::f32,  128, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
-    {"mxfp8_e4m3",           DType::e4m3, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ScaleLayout::row_major, ColumnwiseLayout::row_major,  0.0625f},
-    {"mxfp8_e5m2",           DType::e5m2, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ScaleLayout::row_major, ColumnwiseLayout::row_major,  0.125f },
-    {"nvfp4",                DType::e2m1, DType::e4m3,   1,  16, ScaleRule::two_level, ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.25f  },
+    // name                  element      scale        block      rule                  columnwise                    tolerance
+    {"fp8_e4m3_tensor",      DType::e4m3, DType::f32,    0,   0, ScaleRule::divide,    ColumnwiseLayout::transposed, 0.0625f},
+    {"fp8_e5m2_tensor",      DType::e5m2, DType::f32,    0,   0, ScaleRule::divide,    ColumnwiseLayout::transposed, 0.125f },
+    {"fp8_e4m3_1x128",       DType::e4m3, DType::f32,    1, 128, ScaleRule::divide,    ColumnwiseLayout::transposed, 0.0625f},
+    {"fp8_e5m2_1x128",       DType::e5m2, DType::f32,    1, 128, ScaleRule::divide,    ColumnwiseLayout::transposed, 0.125f },
+    {"fp8_e4m3_128x128",     DType::e4m3, DType::f32,  128, 128, ScaleRule::divide,    ColumnwiseLayout::transposed, 0.0625f},
+    {"fp8_e5m2_128x128",     DType::e5m2, DType::f32,  128, 128, ScaleRule::divide,    ColumnwiseLayout::transposed, 0.125f },
+    {"mxfp8_e4m3",           DType::e4m3, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ColumnwiseLayout::row_major,  0.0625f},
+    {"mxfp8_e5m2",           DType::e5m2, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ColumnwiseLayout::row_major,  0.125f },
+    {"nvfp4",                DType::e2m1, DType::e4m3,   1,  16, ScaleRule::two_level, ColumnwiseLayout::transposed, 0.25f  },
 };
 // clang-format on
 inline constexpr int32_t kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
