@@ -13,8 +13,8 @@ class Section(NamedTuple):
     """A part of the suite, measured by the module of its name in `benchmarks.sections`.
 
     `device`: "cuda", "gpus" (two GPUs of one host) or "cpu".
-    `sources`: patterns of files whose code decides the figures; C++ files bring the files that they include.
-    `ops`: the ops whose rows of the kernel table decide which kernel runs, and those of lone_ops.def that it runs.
+    `sources`: patterns of files whose code decides the figures; a file brings those that it includes or imports.
+    `ops`: the ops whose rows of the kernel table decide which kernel runs.
     `seconds`: the time after which the section starts no further case.
     """
 
@@ -42,27 +42,36 @@ class Case(NamedTuple):
 CUDA = "core_cuda/cuda"
 PRODUCTS = (f"{CUDA}/gemm/*", f"{CUDA}/grouped/*", f"{CUDA}/products/*")
 QUANTIZE = (f"{CUDA}/quantize/*",)
-ROOMS = ("primitives", "tensors", "graph", "functional", "state", "layers", "modules")  # those that a step runs
-TORCH = (
-    *(f"torch_frontend/diptych/torch/{room}/*.py" for room in ROOMS),
-    "common/diptych/common/**/*.py",
-    "core_cuda/bindings/*",
-    "core_cuda/src/**/*",
-)
 LAYER = (*PRODUCTS, *QUANTIZE, f"{CUDA}/norm/*", f"{CUDA}/activation/*", f"{CUDA}/source/*", f"{CUDA}/scale_update/*")
 LAYER_OPS = ("gemm", "quantize", "amax", "norm", "norm_grad", "activation", "activation_grad", "scale_update")
-GATHERS = tuple(
-    f"torch_frontend/diptych/torch/distributed/{name}.py"
-    for name in ("amaxes", "columnwise", "gather", "gather_quantized", "quantized_parts", "sharded_weight")
+MORE_OPS = ("bias_grad", "dequantize", "grouped_gemm", "quantize_many", "quantize_stack", "scale_update_many")
+STEP_OPS = (*LAYER_OPS, *MORE_OPS)
+FAMILIES = ("activation", "gemm", "grouped", "norm", "permute", "quantize", "scale_update")  # of the ops in a step
+SEEN = ("hash", "statistics")  # ops of captures
+
+
+def host(*families: str) -> tuple[str, ...]:
+    """Returns the files of the core's host side that belong to families of ops."""
+    return tuple(f"core_cuda/{folder}/{name}.cpp" for folder in ("bindings", "src/contracts") for name in families)
+
+
+CORE = (
+    *host(*FAMILIES, "errors", "interrupt", "many", "operand", "parts", "program", "source", "stack"),
+    "core_cuda/src/*.cpp",
 )
-JAX_ROOMS = ("primitives", "tensors", "functional", "state", "layers")  # of a step on one device
+CPU = (*(f"core_cuda/cpu/{name}/*" for name in (*FAMILIES, "base", "source")), "core_cuda/cpu/isa/*.cpp")
+TORCH = (
+    "torch_frontend/diptych/torch/modules/*.py",
+    *(f"torch_frontend/diptych/torch/functional/{name}.py" for name in ("gemm", "permute_quantize", "scale_update")),
+    *CORE,
+)
 JAX = (
-    *(f"jax_frontend/diptych/jax/{room}/*.py" for room in JAX_ROOMS),
-    "jax_frontend/csrc/*",
-    "common/diptych/common/layers/*.py",
-    *(f"common/diptych/common/{name}.py" for name in ("formats", "quantizers", "recipes", "value")),
+    *(f"jax_frontend/diptych/jax/{room}/*.py" for room in ("layers", "state")),
+    *(f"jax_frontend/csrc/{name}.cpp" for name in (*FAMILIES, "call")),
 )
+GATHERS = ("torch_frontend/diptych/torch/distributed/gather_quantized.py", *host("transpose"), f"{CUDA}/transpose/*")
 CAPTURES = (
+    *host(*SEEN),
     "lab/diptych/lab/torch/*.py",
     *(f"lab/diptych/lab/{name}.py" for name in ("capture", "files", "frontend", "job")),
     "lab/diptych/lab/traces/*.py",
@@ -75,8 +84,8 @@ SECTIONS = {
         Section("gemm", "cuda", PRODUCTS, ("gemm",), 60),
         Section("grouped", "cuda", PRODUCTS, ("grouped_gemm",), 40),
         Section("fused", "cuda", LAYER[2:6], ("quantize", "amax", *LAYER_OPS[3:7]), 20),
-        Section("linear", "cuda", (*LAYER, *TORCH), (*LAYER_OPS, "grouped_gemm", "quantize_stack"), 40),
-        Section("host", "cuda", (*LAYER, *TORCH), seconds=30),
+        Section("linear", "cuda", (*LAYER, *TORCH), STEP_OPS, 40),
+        Section("host", "cuda", (*LAYER, *TORCH), STEP_OPS, 30),
         Section(
             "permute",
             "cuda",
@@ -84,39 +93,40 @@ SECTIONS = {
             ("permute", "permute_map", "unpermute", "unpermute_grad", "quantize"),
             30,
         ),
-        Section("compiled", "cuda", (*LAYER, *TORCH), seconds=60),
+        Section("compiled", "cuda", (*LAYER, *TORCH), STEP_OPS, 60),
         Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
-        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), (*LAYER_OPS, "transpose"), 260),
+        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), (*STEP_OPS, "transpose"), 260),
         Section("sharded", "gpus", (*LAYER, *JAX, "jax_frontend/diptych/jax/sharding/*.py"), LAYER_OPS, 150),
         Section(
             "captures",
             "cuda",
-            (*LAYER, *TORCH, *CAPTURES, f"{CUDA}/hash/*", f"{CUDA}/statistics/*"),
-            (*LAYER_OPS, "hash", "statistics"),
+            (*LAYER, *TORCH, *CAPTURES, *(f"{CUDA}/{op}/*" for op in SEEN)),
+            (*STEP_OPS, *SEEN),
             90,
         ),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
-        Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+        Section("cpu", "cpu", (*CPU, *TORCH), STEP_OPS, 600),
         Section(
             "jax_cpu",
             "cpu",
-            ("core_cuda/cpu/**/*", *JAX, "jax_frontend/diptych/jax/sharding/*.py", "common/diptych/common/ops/*.py"),
-            seconds=600,
+            (*CPU, *JAX, "jax_frontend/diptych/jax/sharding/*.py"),
+            STEP_OPS,
+            600,
         ),
-        Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+        Section("memory", "cpu", (*CPU, *TORCH), STEP_OPS, 600),
         Section(
             "lab",
             "cpu",
-            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "lab/diptych/lab/diff/*.py"),
-            ("hash", "statistics"),
+            (*CPU, *TORCH, *CAPTURES, *(f"core_cuda/cpu/{op}/*" for op in SEEN), "lab/diptych/lab/diff/*.py"),
+            (*STEP_OPS, *SEEN),
             600,
         ),
         Section(
             "noise",
             "cpu",
-            ("core_cuda/cpu/**/*", *TORCH, *CAPTURES, "lab/diptych/lab/data.py"),
-            ("hash", "statistics"),
+            (*CPU, *TORCH, *CAPTURES, *(f"core_cuda/cpu/{op}/*" for op in SEEN), "lab/diptych/lab/data.py"),
+            (*STEP_OPS, *SEEN),
             900,
             default=False,
         ),

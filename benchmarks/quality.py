@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results
-from benchmarks.cases import JAX, TORCH, Section, cases_of
+from benchmarks.cases import JAX, LAYER, STEP_OPS, TORCH, Section, cases_of
 from benchmarks.render import DOCS, Page, Shown, grid
 from benchmarks.sources import digest
 from diptych.common import RECIPES, Recipe
@@ -54,7 +54,7 @@ VERDICTS = {True: "within", False: "**outside**", None: "undecided: needs more s
 
 LAB = tuple(f"lab/diptych/lab/{name}.py" for name in ("data", "job", "train"))
 MODELS = tuple(f"lab/diptych/lab/{f}/{name}.py" for f in FRAMEWORKS for name in ("adapter", "gpt"))
-CODE = Section("quality", "", ("core_cuda/**/*", *TORCH, *JAX, *LAB, *MODELS))  # decides what is computed
+CODE = Section("quality", "cuda", (*LAYER, *TORCH, *JAX, *LAB, *MODELS), STEP_OPS)  # decides what is computed
 
 Line = dict[str, Any]
 

@@ -13,12 +13,15 @@ from pathlib import Path
 from benchmarks.cases import Section
 
 ROOT = Path(__file__).resolve().parents[1]
-REGISTRY = "core_cuda/src/registry.cpp"
-LONE_OPS = "core_cuda/include/diptych/lone_ops.def"
 CPP = (".h", ".cpp", ".cu", ".cuh", ".def")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
-OWN = ("bindings", "contracts", "csrc", "diptych", "functional", "isa", "ops", "primitives")  # with a file for each op
-LISTED = r'^\s*(OP\({op},|\{{Op::{op},|(void )?add_{op}\(|#include "diptych/{op}\.h"|"{op}",$).*$'
+IMPORT = re.compile(r"^ *from diptych\.(common|torch|jax)\.?([\w.]*) import (\([^)]*\)|.*)", re.M)
+# Files that list ops and hold nothing else. A new op changes them, and the speed of no other op.
+LISTS = ("ops.def", "ops.h", "families.def")
+REGISTRY = "core_cuda/src/registry.cpp"
+ROW = re.compile(r"^ *\{Op::(\w+),.*$", re.M)  # of the kernel table: the rows of a section's ops count alone
+# Whose files count where they are imported. Their faces, which import everything, do not.
+PACKAGES = {"common": "common", "torch": "torch_frontend", "jax": "jax_frontend"}
 STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.S)
 
 
@@ -40,45 +43,45 @@ def _cpp(text: str) -> str:
     return " ".join(STRING_OR_COMMENT.sub(lambda m: m[1] or " ", text).split())
 
 
-@functools.cache
-def code(path: Path, without: tuple[str, ...] = ()) -> str:
-    """Returns a file's text without comments, docstrings, blank lines and the lines that list an op of `without`."""
-    text = path.read_text()
-    for op in without:
-        text = re.sub(LISTED.format(op=op), "", text, flags=re.M)
-    return _python(text) if path.suffix == ".py" else _cpp(text) if path.suffix in CPP else text
+@functools.cache  # by the text: many sections share most files
+def _code(suffix: str, text: str) -> str:
+    return _python(text) if suffix == ".py" else _cpp(ROW.sub("", text)) if suffix in CPP else text
 
 
-def _included(path: Path, root: Path) -> list[Path]:
+def code(path: Path) -> str:
+    """Returns a file's text without comments, docstrings, blank lines and rows of the kernel table."""
+    return _code(path.suffix, path.read_text())
+
+
+def _needed(path: Path, root: Path) -> list[Path]:
+    """Returns the files that a file includes or imports."""
+    if path.suffix == ".py":
+        found = []
+        for package, below, names in IMPORT.findall(path.read_text()):
+            module = Path(root, PACKAGES[package], "diptych", package, *below.split("."))
+            found += [module / f"{name}.py" for name in re.findall(r"\w+", names)] + [module.with_suffix(".py")]
+        return [p for p in found if p.is_file()]
     core = root / "core_cuda"
     folders = (path.parent, core, core / "include", core / "src", core / "bindings", root)
-    names = INCLUDE.findall(path.read_text()) if path.suffix in CPP else []
-    return [next(f / n for f in folders if (f / n).is_file()) for n in names if any((f / n).is_file() for f in folders)]
+    found = [[f / name for f in folders if (f / name).is_file()] for name in INCLUDE.findall(path.read_text())]
+    return [files[0] for files in found if files]
 
 
 def files(section: Section, root: Path = ROOT) -> list[Path]:
-    """Returns the section's files and, again and again, the files that they include."""
+    """Returns the section's files and, again and again, the files that they include or import."""
     found = {p.resolve() for pattern in section.sources for p in root.glob(pattern) if p.suffix in (*CPP, ".py")}
     new = found
     while new:
-        new = {p.resolve() for path in new for p in _included(path, root)} - found
+        new = {p.resolve() for path in new for p in _needed(path, root) if p.name not in LISTS} - found
         found = found | new
     return sorted(found)
 
 
 def digest(section: Section, root: Path = ROOT) -> str:
-    """Returns the hash of the section's code, and of the kernel table's rows of its ops.
-
-    Ops of lone_ops.def count only where the section names them: the folders and files that have an op's name, and the
-    lines of frontends, bindings and contracts that list it.
-    """
+    """Returns the hash of the section's code, and of the kernel table's rows of its ops."""
     total = hashlib.sha256()
-    lone = re.findall(r"^OP\((\w+),", (root / LONE_OPS).read_text(), re.M)
-    others = tuple([op for op in lone if op not in section.ops])
     for path in files(section, root):
-        folder, name = path.parent.name, re.sub("^(simd)?_", "", path.stem)
-        if folder not in others and not (folder in OWN and name in others):
-            total.update(f"{path.relative_to(root.resolve())}\0{code(path, others)}\0".encode())
-    rows = (root / REGISTRY).read_text().splitlines() if section.ops else []
-    total.update("\n".join(r for r in rows if any(f"{{Op::{op}," in r for op in section.ops)).encode())
+        total.update(f"{path.relative_to(root.resolve())}\0{code(path)}\0".encode())
+    rows, backend = ROW.finditer((root / REGISTRY).read_text()), "cpu" if section.device == "cpu" else "cuda"
+    total.update("\n".join(r[0] for r in rows if r[1] in section.ops and f"Backend::{backend}," in r[0]).encode())
     return total.hexdigest()[:16]

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import random
+import shutil
 import sys
 import xml.etree.ElementTree
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import peers, plots, render, results, room, sources
+from benchmarks import peers, plots, quality, render, results, room, sources
 from benchmarks.cases import CASES, FP8, GOALS, MEASURES, MOVES, PACKED, SECTIONS, Case, cases_of
 from benchmarks.quantizers import quantizers
 from diptych.common import RECIPES
@@ -96,7 +97,7 @@ def test_every_goal_has_cases():
 
 
 def test_comments_do_not_change_a_hash(tmp_path):
-    before = sources.code.__wrapped__
+    before = sources.code
     python, cpp = tmp_path / "a.py", tmp_path / "a.cu"
     texts = []
     for text in ('"""Doc."""\n\nx = "# no"  # a\n', 'x = "# no"\n', 'x = "#  no"\n'):
@@ -117,33 +118,53 @@ def test_a_hash_covers_included_files():
     assert sources.digest(SECTIONS["quantize"]) != sources.digest(SECTIONS["gemm"])
 
 
-def listing(root: Path, own: str, *ops: str) -> Path:
-    """Files that list ops of lone_ops.def, and each op's own file with the text `own`."""
-    texts = {
-        sources.LONE_OPS: "".join(f"OP({op}, Args, 0, describe(a.x), false)\n" for op in ops),
-        sources.REGISTRY: "".join(f'#include "diptych/{op}.h"\n' for op in ops) + "rows[] = {\n"
-        "    {Op::gemm, Backend::cpu},\n" + "".join(f"    {{Op::{op}, Backend::cpu}},\n" for op in ops),
-        "core_cuda/bindings/families.h": "".join(f"void add_{op}(py::module_& m);\n" for op in ops),
-        "core_cuda/bindings/module.cpp": "  add_gemm(m);\n" + "".join(f"  add_{op}(m);\n" for op in ops),
-        "jax_frontend/diptych/jax/primitives/ffi.py": 'OPS = (\n    "gemm",\n'
-        + "".join(f'    "{op}",\n' for op in ops) + ")\n",
-    }  # fmt: skip
-    for op in ops:
-        names = f"bindings/{op}.cpp", f"cpu/{op}/{op}.cpp", f"cpu/isa/simd_{op}.h", f"cuda/{op}/{op}.cu"
-        texts |= {f"core_cuda/{name}": own for name in names}
-        texts[f"torch_frontend/diptych/torch/primitives/{op}.py"] = own
-    for name, text in texts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+def with_a_new_op(root: Path) -> Path:
+    """Returns a copy of the sources to which the op `shuffle` was added, as CONTRIBUTING.md says."""
+    ignored = shutil.ignore_patterns("results", "__pycache__")
+    for folder in ("common", "core_cuda", "jax_frontend", "torch_frontend"):
+        shutil.copytree(sources.ROOT / folder, root / folder, ignore=ignored)
+    core, table = root / "core_cuda", "    {Op::shuffle, Backend::cpu, {}},\n    {Op::shuffle, Backend::cuda, {80}},\n"
+    lines = {
+        "include/diptych/ops.def": ("OP(amax,", "OP(shuffle, ShuffleArgs, 0, describe(a.x))\n"),
+        "include/diptych/ops.h": ('#include "diptych/quantize.h"', '#include "diptych/shuffle.h"\n'),
+        "bindings/families.def": ("FAMILY(quantize)", "FAMILY(shuffle)\n"),
+        "src/registry.cpp": ("    {Op::amax,", table),
+    }
+    for name, (before, line) in lines.items():
+        text = (core / name).read_text()
+        at = text.index(f"\n{before}") + 1
+        (core / name).write_text(text[:at] + line + text[at:])
+    folders = "bindings", "src/contracts", "cpu/shuffle", "cuda/shuffle", "../jax_frontend/csrc"
+    files = [core / "include/diptych/shuffle.h", *(core / folder / "shuffle.cpp" for folder in folders)]
+    for panel in ("torch", "jax"):
+        files += [root / f"{panel}_frontend/diptych/{panel}" / f / "shuffle.py" for f in ("primitives", "functional")]
+    for file in (*files, root / "common/diptych/common/ops/shuffle.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("1")
     return root
 
 
-def test_a_lone_op_counts_where_it_runs(tmp_path):
-    trees = listing(tmp_path / "a", "1", "hash"), listing(tmp_path / "b", "1", "hash", "more")
-    trees += (listing(tmp_path / "c", "2", "hash"),)
-    found = [{name: sources.digest(SECTIONS[name], root) for name in SECTIONS} for root in trees]
-    assert all(found[0][name] == found[1][name] for name in ("linear", "jax", "cpu", "jax_cpu", "memory"))
-    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["captures", "lab", "noise"]
+def test_a_hash_counts_what_runs(tmp_path):
+    """A new op changes no section's hash; a header, a kernel and a row of the kernel table those of what they serve."""
+    root = with_a_new_op(tmp_path)
+    before = {section.name: sources.digest(section) for section in (*SECTIONS.values(), quality.CODE)}
+    for section in (*SECTIONS.values(), quality.CODE):
+        assert sources.digest(section, root) == before[section.name], section.name
+    some = {name: SECTIONS[name] for name in ("quantize", "permute", "linear")}
+
+    def changed(path: str, old: str, new: str) -> set[str]:
+        """Returns the sections whose hash a change of a file changes."""
+        file = root / path
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+        found = {name for name, section in some.items() if sources.digest(section, root) != before[name]}
+        file.write_text(text)
+        return found
+
+    assert changed("torch_frontend/diptych/torch/layers/linear.py", "import", "import  ") == {"linear"}
+    assert changed("core_cuda/src/registry.cpp", '"cuda.permute"', '"cuda.permute_all"') == {"permute"}
+    assert changed("core_cuda/include/diptych/quantize.h", "struct", "class") == set(some)
 
 
 def written(tmp_path, stamps: dict[str, str]) -> render.Shown:

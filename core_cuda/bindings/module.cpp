@@ -69,16 +69,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("Operand") = py::module_::import("typing").attr("Any");
   add_record<BuildInfo>(m);
   add_record<CudaInfo>(m);
-  add_quantize(m);
-  add_scale_update(m);
-  add_gemm(m);
-  add_norm(m);
-  add_activation(m);
-  add_permute(m);
-  add_grouped(m);
-  add_transpose(m);
-  add_hash(m);
-  add_statistics(m);
+#define FAMILY(name) add_##name(m);
+#include "families.def"
   add_tables(m);
   py::class_<Program, std::shared_ptr<Program>>(
       m, "Program",

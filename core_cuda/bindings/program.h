@@ -24,7 +24,7 @@ class Program : public std::enable_shared_from_this<Program> {
   // `inputs`: the tensors that `run` will be given; `outputs`: those that it returns; `scratch`: those that only the
   // ops write and read; `views`: (tensor, one of these in whose memory it lies, byte offset there); `makers`:
   // (callable, arguments) that allocates each output; `make_workspace`: a callable that allocates a number of bytes.
-  // Returns false if the ops cannot run again, because one is not recordable or used another tensor.
+  // Returns false if the ops cannot run again, because one used another tensor.
   bool seal(Operands inputs, Operands outputs, Operands scratch, Views views, Makers makers,
             MakeWorkspace make_workspace);
   // Returns the outputs, or None if an input has another form (type, dtype, device or shape) than when recorded.
@@ -72,29 +72,18 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t workspace_bytes_ = 0;
 };
 
-// Whether a Program can record the op with these arguments; ops.def lists it.
-template <typename Args>
-inline constexpr bool kRecordable = false;
-#define OP(name, Args, formats, subject, recordable) \
-  template <>                                        \
-  inline constexpr bool kRecordable<Args> = recordable;
-#include "diptych/ops.def"
-
 template <typename Args>
 void Program::add(Status (*op)(const Args&, const Execution&), const Args& args, const Call& call) {
-  if constexpr (!kRecordable<Args>) {
-    whole_ = false;
-    return;
-  }
   Args placed = args;
   fields(placed, [&](TensorView& v, Role = Role::input) {
     if (v.given()) v.data = place(v, call);
   });
   if constexpr (std::is_same_v<Args, QuantizeArgs>) {
-    if (op == &quantize) return add_quantize(args, placed);
+    add_quantize(args, placed);
+  } else {
+    last_.each.clear();
+    steps_.push_back(step(op, std::move(placed)));
   }
-  last_.each.clear();
-  steps_.push_back(step(op, std::move(placed)));
 }
 
 template <typename Args>

@@ -1,5 +1,4 @@
 // The Python module's quantization.
-#include "diptych/stack.h"
 #include "families.h"
 #include "program.h"
 
@@ -87,7 +86,7 @@ void py_quantize(Operand x, int format, int flags, float eps, int amax_mode, May
   a.source = source_of(call, source);
   a.column_sum = call.out(column_sum, "column_sum");
   a.workspace = call.out(workspace, "workspace");
-  run(stack ? quantize_stack : quantize, a, call);
+  stack ? run(quantize_stack, QuantizeStackArgs{a}, call) : run(quantize, a, call);
 }
 
 void py_quantize_many(Calls calls, int format, int flags, float eps, int amax_mode) {

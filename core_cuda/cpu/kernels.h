@@ -1,13 +1,10 @@
-// The CPU kernels that registry.cpp names. Arguments arrive checked.
+// The CPU kernels that registry.cpp names, beside those that have an op's name. Arguments arrive checked.
 #pragma once
 
-#include "diptych/grouped.h"
-#include "diptych/ops.h"
+#include "diptych/quantize.h"
 
 namespace diptych::cpu {
 
-#define OP(name, Args, ...) Status name(const Args&, const Execution&);
-#include "diptych/ops.def"
 Status quantize_two_level(const QuantizeArgs&, const Execution&);
 
 const char* isa();               // the instruction set in use: "avx512", "avx2" or "generic"

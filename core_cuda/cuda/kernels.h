@@ -1,17 +1,15 @@
-// The CUDA kernels that registry.cpp names. Arguments arrive checked; the current device is the tensors' device.
+// The CUDA kernels that registry.cpp names, beside those that have an op's name. Arguments arrive checked; the current
+// device is the tensors' device.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "diptych/grouped.h"
-#include "diptych/ops.h"
+#include "diptych/many.h"
+#include "diptych/permute.h"
 
 namespace diptych::cuda {
-
-// A kernel for each op. quantize, gemm and grouped_gemm have several kernels instead, declared below.
-#define OP(name, Args, ...) Status name(const Args&, const Execution&);
-#include "diptych/ops.def"
 
 // The kernels of quantize; the kernel table names the formats of each. `prepared` first computes what all of them need:
 // column sums, and the amax of the whole tensor.
@@ -34,8 +32,7 @@ Status prepared(const QuantizeArgs& args, const Execution& exec) {
   DIPTYCH_TRY(prepare_quantize(args, exec));
   return encode(args, exec);
 }
-bool quantize_stack_fits(const QuantizeArgs&);
-Status quantize_stack(const QuantizeArgs&, const Execution&);
+bool quantize_stack_fits(const QuantizeStackArgs&);
 bool quantize_many_fits(const QuantizeManyArgs&);
 
 // Native FP8 tensor cores through cuBLASLt, which is opened at run time. `fits` returns whether the operands suit

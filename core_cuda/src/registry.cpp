@@ -5,9 +5,6 @@
 #include <atomic>
 
 #include "cpu/kernels.h"
-#include "diptych/hash.h"
-#include "diptych/statistics.h"
-#include "diptych/transpose.h"
 #include "diptych/warn.h"
 #ifdef DIPTYCH_WITH_CUDA
 #include "cuda/kernels.h"
@@ -77,6 +74,7 @@ static const KernelRow kKernels[] = {
     {Op::log_amax, Backend::cpu, {}, kAny,      Level::native,   "cpu.log_amax", "", nullptr, call<LogAmaxArgs, cpu::log_amax>},
     {Op::scale_update, Backend::cpu, {}, kAny,      Level::native,   "cpu.scale_update", "", nullptr, call<ScaleUpdateArgs, cpu::scale_update>},
     {Op::quantize_many, Backend::cpu, {}, kAny, Level::native, "cpu.quantize_many", "by quantize one by one", nullptr, call<QuantizeManyArgs, quantize_each>},
+    {Op::quantize_stack, Backend::cpu, {}, kAny, Level::native, "cpu.quantize_stack", "by quantize one by one", nullptr, call<QuantizeStackArgs, quantize_slices>},
     {Op::scale_update_many, Backend::cpu, {}, kAny, Level::native, "cpu.scale_update_many", "", nullptr, call<ScaleUpdateManyArgs, cpu::scale_update_many>},
     {Op::dequantize, Backend::cpu, {}, kAny,      Level::native,   "cpu.dequantize",  "", nullptr, call<DequantizeArgs, cpu::dequantize>},
     {Op::gemm,       Backend::cpu, {}, kGemm,     Level::native,   "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
@@ -111,6 +109,8 @@ static const KernelRow kKernels[] = {
     {Op::scale_update, Backend::cuda, {80}, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
     {Op::quantize_many, Backend::cuda, {80}, kTiles | kMxfp8, Level::native, "cuda.quantize_many", "tensors that are not empty", fits<QuantizeManyArgs, cuda::quantize_many_fits>, call<QuantizeManyArgs, cuda::quantize_many>},
     {Op::quantize_many, Backend::cuda, {80}, kAny, Level::native, "cuda.quantize_each", "by quantize one by one", nullptr, call<QuantizeManyArgs, quantize_each>},
+    {Op::quantize_stack, Backend::cuda, {80}, kTiles, Level::native, "cuda.quantize_stack", "tensors that are not empty", fits<QuantizeStackArgs, cuda::quantize_stack_fits>, call<QuantizeStackArgs, cuda::quantize_stack>},
+    {Op::quantize_stack, Backend::cuda, {80}, kAny, Level::native, "cuda.quantize_slices", "by quantize one by one", nullptr, call<QuantizeStackArgs, quantize_slices>},
     {Op::scale_update_many, Backend::cuda, {80}, kAny, Level::native, "cuda.scale_update_many", "", nullptr, call<ScaleUpdateManyArgs, cuda::scale_update_many>},
     {Op::dequantize, Backend::cuda, {80}, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
     {Op::gemm,       Backend::cuda, kHopper, kDivide, Level::native,   "cuda.native",     "FP8 tensor cores of Hopper where they are faster than cuBLASLt: large products without fast accumulation", fits<GemmArgs, cuda::gemm_native_pays>, call<GemmArgs, cuda::gemm_native>},
@@ -139,7 +139,6 @@ static const KernelRow kKernels[] = {
     {Op::grouped_gemm, Backend::cuda, kHopper, kDecoded, Level::emulated, "cuda.grouped_decoded", "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores; depth: groups in multiples of 16; at most 512 groups", fits<GroupedGemmArgs, cuda::grouped_gemm_decoded_fits>, call<GroupedGemmArgs, cuda::grouped_gemm_decoded>},
     {Op::grouped_gemm, Backend::cuda, {80}, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, {80}, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
-    {Op::quantize_stack, Backend::cuda, {80}, kTiles, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", fits<QuantizeArgs, cuda::quantize_stack_fits>, call<QuantizeArgs, cuda::quantize_stack>},
 #endif
 };
 // clang-format on
@@ -155,9 +154,7 @@ const char* name(Op op) {
   constexpr const char* names[] = {
 #define OP(name, ...) #name,
 #include "diptych/ops.def"
-#define OP(name, ...) #name,
-#include "diptych/lone_ops.def"
-      "quantize_stack"};
+  };
   return names[static_cast<int>(op)];
 }
 

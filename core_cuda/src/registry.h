@@ -13,9 +13,6 @@ namespace diptych {
 enum class Op : int32_t {
 #define OP(name, ...) name,
 #include "diptych/ops.def"
-#define OP(name, ...) name,
-#include "diptych/lone_ops.def"
-  quantize_stack  // one kernel for the quantize calls of a stack; not an op of ops.def
 };
 enum class Level : int32_t { native, emulated };
 
@@ -63,12 +60,9 @@ Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& 
 // Returns the index in registry_table() of the row that would run, or -1.
 int find_row(Op op, FormatSet formats, const void* args, const Device& device);
 
-// Quantizes a stack with one kernel; nullopt if no kernel takes it. The arguments must be checked already. Defined in
-// dispatch.cpp.
-std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution&);
-
-// Quantizes many tensors one by one, where no kernel takes them together. Defined in many.cpp.
+// Quantize tensors one by one, where no kernel takes them together. Defined in many.cpp.
 Status quantize_each(const QuantizeManyArgs&, const Execution&);
+Status quantize_slices(const QuantizeStackArgs&, const Execution&);
 
 // Returns whether one kernel would run the calls; if not, they would run one by one.
 bool runs_together(const QuantizeManyArgs&, const Device&);

@@ -25,7 +25,7 @@ Status run(Call& call, const QuantizeStackAttributes& d) {
     a.columnwise_amax = given ? t.in(d.has_columnwise_amax) : t.out(d.has_columnwise_amax);
     a.scale = t.in(d.has_scale);
     a.rng = t.in(d.has_rng);
-    return quantize_stack(a, call.exec());
+    return quantize_stack({a}, call.exec());
   });
 }
 

@@ -29,6 +29,7 @@ VIOLATIONS = [
     (rules.python_arrows, "core_cuda/diptych/core/x.py", "from . import _core\n"),
     (rules.namespace, "common/diptych/__init__.py", ""),
     (rules.cpp_arrows, "core_cuda/cpu/x.cpp", '#include "cuda/kernels.h"\n'),
+    (rules.cpp_arrows, "core_cuda/cuda/x.cuh", '#include "diptych/ops.h"\n'),
     (rules.cpp_arrows, "core_cuda/src/x.cpp", '#include "cpu/kernels.h"\n'),
     (rules.cpp_arrows, "core_cuda/include/diptych/x.h", '#include "src/registry.h"\n'),
     (rules.file_sizes, "tests/x.py", "a = 1\n" * (rules.MAX_LINES + 1)),

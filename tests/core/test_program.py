@@ -148,3 +148,53 @@ def check_joined(device: str, dependent: bool) -> None:
     assert runner.want_calls(f"{device}.quantize_many") == before + (not dependent)
     for a, b in zip(got, quantized(xs), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+F32, NUMBERS = torch.float32, _core.number_table()
+X, STACK, MX = (8, 64), (3, 8, 64), runner.IDS["mxfp8_e4m3"]
+# Ops that no node of a graph runs: shapes of the float32 inputs, those of the outputs with their dtypes, and the call.
+OTHERS = {
+    "log_amax": ([(5,)], [((5, 4), F32), ((1,), torch.int64)], _core.log_amax),
+    "norm": (
+        [X, (64,)], [((8,), F32), (X, F32)],
+        lambda x, g, r, y: _core.norm(x, g, None, None, r, y, 1, 1e-5, False),
+    ),
+    "norm_grad": (
+        [X, X, (64,), (8,)], [(X, F32), ((64,), F32)],
+        lambda dy, x, g, r, dx, dg: _core.norm_grad(dy, x, g, None, r, dx, dg, None, None, 1, False),
+    ),
+    "activation": ([X], [(X, F32)], lambda x, y: _core.activation(x, y, 0, False)),
+    "activation_grad": ([X, X], [(X, F32)], lambda dy, x, dx: _core.activation_grad(dy, x, dx, 0, False)),
+    "hash": ([X], [((4,), torch.int32)], _core.hash),
+    "statistics": (
+        [X], [((14,), torch.int32)],
+        lambda x, out: _core.statistics(x, None, None, out, None, NUMBERS["float32"], 1.0),
+    ),
+    "quantize_stack": (
+        [STACK], [(STACK, torch.float8_e4m3fn), ((3, 8, 2), torch.float8_e8m0fnu)],
+        lambda x, q, s: _core.quantize(x, MX, 0, 0.0, 0, None, None, None, None, q, s, None, None, stack=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_every_op_is_recorded(op):
+    """Also those that no graph's node runs: a program gives the bits of a call."""
+    shapes, results, call = OTHERS[op]
+
+    def made() -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in results]
+
+    first, outputs, program = [torch.rand(s) for s in shapes], made(), _core.Program()
+    program.start()
+    call(*first, *outputs)
+    program.stop()
+    makers = [(torch.zeros(0, dtype=dtype).new_zeros, tuple(shape)) for shape, dtype in results]
+    assert program.seal(first, outputs, [], [], makers, torch.empty(0).new_empty)
+    other, want = [torch.rand(s) for s in shapes], made()
+    before = sum(r["calls"] for r in _core.kernel_table() if r["op"] == op)
+    got = program.run(other)
+    assert sum(r["calls"] for r in _core.kernel_table() if r["op"] == op) == before + 1
+    call(*other, *want)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and b.view(torch.uint8).any()

@@ -148,9 +148,9 @@ std::string compare(const Case& c, std::mt19937& chance) {
   for (float& s : scale) s = static_cast<float>(chance() % 100 + 1) / 1000.0f;
   Outputs together(c, data, scale.data()), listed(c, data, scale.data()), alone(c, data, scale.data());
   const Execution exec{{Backend::cuda, 0}, nullptr};
-  if (!cuda::quantize_stack_fits(together.args)) return "no kernel takes " + c.describe();
+  if (!cuda::quantize_stack_fits({together.args})) return "no kernel takes " + c.describe();
   const int before = simulated::runs;
-  Status status = cuda::quantize_stack(together.args, exec);
+  Status status = cuda::quantize_stack({together.args}, exec);
   const int launches = simulated::runs - before;
   for (int64_t g = 0; g < c.count && status.ok(); ++g) status = cuda::quantize(slice(alone.args, g), exec);
   if (!status.ok()) return status.message() + ": " + c.describe();

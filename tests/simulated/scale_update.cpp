@@ -1,7 +1,7 @@
 // scale_update_many for test_scale_update_many_simulated.py.
 #include <cstdio>
 
-#include "cuda/kernels.h"
+#include "diptych/many.h"
 #include "simulated.h"
 #include "tensor.h"
 

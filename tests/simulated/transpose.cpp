@@ -3,7 +3,6 @@
 
 #include <cstdio>
 
-#include "cuda/kernels.h"
 #include "simulated.h"
 #include "tensor.h"
 

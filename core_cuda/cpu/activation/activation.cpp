@@ -1,9 +1,10 @@
 // activation and activation_grad: the values that a source computes for quantize, rounded to the output's type.
+#include "diptych/activation.h"
+
 #include <algorithm>
 
 #include "cpu/base/run.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/source/source.h"
 
 namespace diptych::cpu {

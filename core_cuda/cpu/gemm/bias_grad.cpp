@@ -4,7 +4,7 @@
 
 #include "cpu/base/run.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
+#include "diptych/gemm.h"
 
 namespace diptych::cpu {
 

@@ -1,7 +1,8 @@
 // gemm: D = alpha * op(A) @ op(B) + bias + beta * C.
+#include "diptych/gemm.h"
+
 #include "cpu/base/run.h"
 #include "cpu/gemm/product.h"
-#include "cpu/kernels.h"
 
 namespace diptych::cpu {
 

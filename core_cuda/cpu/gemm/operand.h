@@ -7,7 +7,7 @@
 #include "cpu/base/scratch.h"
 #include "cpu/isa/isa.h"
 #include "cpu/quantize/blocks.h"
-#include "diptych/ops.h"
+#include "diptych/gemm.h"
 
 namespace diptych::cpu {
 

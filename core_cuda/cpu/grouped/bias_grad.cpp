@@ -5,7 +5,7 @@
 #include "cpu/base/run.h"
 #include "cpu/grouped/offsets.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
+#include "diptych/grouped.h"
 
 namespace diptych::cpu {
 

@@ -4,7 +4,7 @@
 #include "cpu/base/run.h"
 #include "cpu/gemm/product.h"
 #include "cpu/grouped/offsets.h"
-#include "cpu/kernels.h"
+#include "diptych/grouped.h"
 
 namespace diptych::cpu {
 namespace {

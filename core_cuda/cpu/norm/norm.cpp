@@ -1,4 +1,6 @@
 // layernorm and rmsnorm: statistics in two passes over a row in cache, their gradients in one pass over the tensor.
+#include "diptych/norm.h"
+
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -6,7 +8,6 @@
 #include "cpu/base/run.h"
 #include "cpu/base/scratch.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/source/source.h"
 
 namespace diptych::cpu {

@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "cpu/base/run.h"
-#include "cpu/kernels.h"
+#include "diptych/permute.h"
 
 namespace diptych::cpu {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cpu/base/run.h"
-#include "cpu/kernels.h"
+#include "diptych/permute.h"
 
 namespace diptych::cpu {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cpu/base/run.h"
-#include "cpu/kernels.h"
+#include "diptych/permute.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif

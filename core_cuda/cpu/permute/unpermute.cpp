@@ -7,8 +7,8 @@
 
 #include "cpu/base/run.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/permute/permute.h"
+#include "diptych/permute.h"
 
 namespace diptych::cpu {
 namespace {

@@ -7,7 +7,7 @@
 #include "cpu/base/run.h"
 #include "cpu/base/scratch.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
+#include "diptych/quantize.h"
 
 namespace diptych::cpu {
 

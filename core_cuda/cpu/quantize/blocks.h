@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "cpu/quantize/codec.h"
-#include "diptych/ops.h"
+#include "diptych/quantize.h"
 
 namespace diptych::cpu {
 

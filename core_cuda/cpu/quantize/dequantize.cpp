@@ -6,9 +6,9 @@
 #include "cpu/base/run.h"
 #include "cpu/base/scratch.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/quantize/blocks.h"
 #include "cpu/quantize/codec.h"
+#include "diptych/quantize.h"
 
 namespace diptych::cpu {
 namespace {

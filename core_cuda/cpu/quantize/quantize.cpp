@@ -2,6 +2,8 @@
 //
 // The tensor is divided into tiles that hold whole blocks of every copy. A tile stays in cache between the pass that
 // computes each block's amax and the pass that writes its payload, so that memory is read once.
+#include "diptych/quantize.h"
+
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
@@ -12,7 +14,6 @@
 #include "cpu/base/run.h"
 #include "cpu/base/scratch.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/quantize/amax.h"
 #include "cpu/quantize/blocks.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "cpu/base/run.h"
-#include "cpu/kernels.h"
+#include "diptych/many.h"
 
 namespace diptych::cpu {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cpu/isa/isa.h"
-#include "diptych/ops.h"
+#include "diptych/quantize.h"
 
 namespace diptych::cpu {
 

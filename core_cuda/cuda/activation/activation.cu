@@ -1,7 +1,7 @@
 // activation and activation_grad: the values that a source computes for quantize, rounded to the output's type.
 #include "cuda/base/launch.cuh"
-#include "cuda/kernels.h"
 #include "cuda/source/lanes.cuh"
+#include "diptych/activation.h"
 
 namespace diptych::cuda {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "cuda/base/scale.cuh"
 #include "cuda/base/vector.cuh"
-#include "diptych/ops.h"
+#include "diptych/gemm.h"
 
 namespace diptych::cuda {
 

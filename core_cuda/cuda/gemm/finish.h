@@ -2,7 +2,7 @@
 // added.
 #pragma once
 
-#include "diptych/ops.h"
+#include "diptych/gemm.h"
 
 namespace diptych::cuda {
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cuda/base/device.h"
-#include "diptych/ops.h"
+#include "diptych/gemm.h"
 
 namespace diptych::cuda {
 

@@ -1,9 +1,9 @@
 // layernorm and rmsnorm. A warp computes a row or, if the row is long, a thread block does. K alone decides which, and
 // the order of every sum. Rows of the usual types are read once and kept in registers if they fit.
 #include "cuda/base/launch.cuh"
-#include "cuda/kernels.h"
 #include "cuda/source/column_sum.cuh"
 #include "cuda/source/source.cuh"
+#include "diptych/norm.h"
 
 namespace diptych::cuda {
 namespace {

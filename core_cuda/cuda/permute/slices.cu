@@ -12,6 +12,7 @@
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/grid.cuh"
+#include "diptych/permute.h"
 
 namespace diptych::cuda {
 namespace {

@@ -68,11 +68,14 @@ Status quantize_permuted_split(const QuantizeArgs& args, const Execution& exec) 
   return diptych::quantize(columns, exec);  // with the first row of the kernel table that fits
 }
 
-bool quantize_stack_fits(const QuantizeArgs& args) { return args.x.numel() > 0; }  // an empty tensor's scale is 1
+bool quantize_stack_fits(const QuantizeStackArgs& args) {
+  return args.stack.x.numel() > 0;
+}  // an empty one's scale is 1
 
 constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass still finds in L2
 
-Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
+Status quantize_stack(const QuantizeStackArgs& of, const Execution& exec) {
+  const QuantizeArgs& args = of.stack;
   const int64_t count = args.x.shape[0];
   const bool computes = row(args.spec.format).per_tensor() && args.amax_mode == AmaxMode::compute;
   if (!computes || args.scale.given()) {

@@ -10,6 +10,7 @@
 
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
+#include "diptych/many.h"
 
 namespace diptych::cuda {
 namespace {

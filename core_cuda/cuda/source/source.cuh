@@ -9,7 +9,7 @@
 #include "cuda/base/device.h"
 #include "cuda/permute/origin.cuh"
 #include "cuda/source/elements.cuh"
-#include "diptych/ops.h"
+#include "diptych/quantize.h"
 
 namespace diptych::cuda {
 

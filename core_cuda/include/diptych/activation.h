@@ -4,8 +4,7 @@
 //   y = act(a) * b        gated: x [M, 2F] = (a | b)
 #pragma once
 
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -47,7 +46,7 @@ void fields(ActivationGradArgs& a, F&& f) {
   f(a.dy), f(a.x), f(a.dx, Role::output);
 }
 
-Status activation(const ActivationArgs&, const Execution&);
-Status activation_grad(const ActivationGradArgs&, const Execution&);
+DIPTYCH_OP(activation, ActivationArgs)
+DIPTYCH_OP(activation_grad, ActivationGradArgs)
 
 }  // namespace diptych

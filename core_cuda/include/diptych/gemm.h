@@ -51,8 +51,8 @@ void fields(BiasGradArgs& a, F&& f) {
   f(a.dy), f(a.out, Role::output), f(a.workspace, Role::workspace);
 }
 
-Status gemm(const GemmArgs&, const Execution&);
-Status bias_grad(const BiasGradArgs&, const Execution&);
+DIPTYCH_OP(gemm, GemmArgs)
+DIPTYCH_OP(bias_grad, BiasGradArgs)
 
 // CUDA workspace sizes in bytes. They depend on formats and shape alone, so that a tracer can compute them. `epilogue`:
 // whether a bias is given or beta is not 0; the workspace may then need room for the product in float32.

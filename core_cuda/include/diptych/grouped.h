@@ -60,8 +60,8 @@ void fields(GroupedBiasGradArgs& a, F&& f) {
   f(a.dy), f(a.offsets), f(a.out, Role::output), f(a.workspace, Role::workspace);
 }
 
-Status grouped_gemm(const GroupedGemmArgs&, const Execution&);
-Status grouped_bias_grad(const GroupedBiasGradArgs&, const Execution&);
+DIPTYCH_OP(grouped_gemm, GroupedGemmArgs)
+DIPTYCH_OP(grouped_bias_grad, GroupedBiasGradArgs)
 
 // CUDA workspace sizes, functions of the formats and shapes alone.
 // `m`, `n`: of each D for kind depth, of the whole D for kind rows; `k`: the whole reduced dimension.

@@ -1,9 +1,7 @@
-// A hash of a tensor's bits (NUMERICS 10). The op is in lone_ops.def, and its header not in ops.h: no other kernel
-// depends on it.
+// A hash of a tensor's bits (NUMERICS 10).
 #pragma once
 
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -18,14 +16,6 @@ void fields(HashArgs& a, F&& f) {
   f(a.x), f(a.out, Role::output);
 }
 
-Status hash(const HashArgs&, const Execution&);
-
-// The kernels that registry.cpp names. Arguments arrive checked.
-namespace cpu {
-Status hash(const HashArgs&, const Execution&);
-}
-namespace cuda {
-Status hash(const HashArgs&, const Execution&);
-}
+DIPTYCH_OP(hash, HashArgs)
 
 }  // namespace diptych

@@ -23,11 +23,11 @@ void fields(Many<Args>& a, F&& f) {
 using QuantizeManyArgs = Many<QuantizeArgs>;  // plain inputs of one dtype with equal options; no column_sum
 using ScaleUpdateManyArgs = Many<ScaleUpdateArgs>;
 
-Status quantize_many(const QuantizeManyArgs&, const Execution&);
+DIPTYCH_OP(quantize_many, QuantizeManyArgs)
 
 // Whether quantize_many takes these calls, has a kernel that runs them together, and saves time by that: the tensors
 // are so small that launches cost more than the work.
 bool together(const QuantizeManyArgs&, const Device&);
-Status scale_update_many(const ScaleUpdateManyArgs&, const Execution&);
+DIPTYCH_OP(scale_update_many, ScaleUpdateManyArgs)
 
 }  // namespace diptych

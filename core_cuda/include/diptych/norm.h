@@ -3,8 +3,7 @@
 //   y = ((x - mu) * rsigma) * g + beta       g is gamma, or 1 + gamma if zero-centered; rmsnorm: mu = 0, no beta
 #pragma once
 
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -53,8 +52,8 @@ void fields(NormGradArgs& a, F&& f) {
       f(a.dbeta, Role::output), f(a.workspace, Role::workspace);
 }
 
-Status norm(const NormArgs&, const Execution&);
-Status norm_grad(const NormGradArgs&, const Execution&);
+DIPTYCH_OP(norm, NormArgs)
+DIPTYCH_OP(norm_grad, NormGradArgs)
 
 // CUDA workspace size, a function of the shape alone.
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k);

@@ -3,8 +3,7 @@
 // read or written out of bounds.
 #pragma once
 
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -150,13 +149,13 @@ void fields(UnpermuteGradArgs& a, F&& f) {
   f(a.dy), f(a.row_id_map), f(a.row_source), f(a.probs), f(a.dx, Role::output), f(a.x), f(a.dprobs, Role::output);
 }
 
-Status permute_map(const PermuteMapArgs&, const Execution&);
-Status chunk_map(const ChunkMapArgs&, const Execution&);
-Status invert_map(const InvertMapArgs&, const Execution&);
-Status permute(const PermuteArgs&, const Execution&);
-Status permute_columns(const PermuteColumnsArgs&, const Execution&);
-Status unpermute(const UnpermuteArgs&, const Execution&);
-Status unpermute_grad(const UnpermuteGradArgs&, const Execution&);
+DIPTYCH_OP(permute_map, PermuteMapArgs)
+DIPTYCH_OP(chunk_map, ChunkMapArgs)
+DIPTYCH_OP(invert_map, InvertMapArgs)
+DIPTYCH_OP(permute, PermuteArgs)
+DIPTYCH_OP(permute_columns, PermuteColumnsArgs)
+DIPTYCH_OP(unpermute, UnpermuteArgs)
+DIPTYCH_OP(unpermute_grad, UnpermuteGradArgs)
 
 // CUDA workspace size, a function of kind and shape alone. `items`: T of a mask, T * k of an index map.
 int64_t permute_map_workspace_bytes(RoutingMap kind, int64_t items, int64_t experts);

@@ -2,9 +2,8 @@
 #pragma once
 
 #include "diptych/format.h"
+#include "diptych/op.h"
 #include "diptych/source.h"
-#include "diptych/status.h"
-#include "diptych/tensor.h"
 
 namespace diptych {
 
@@ -103,8 +102,8 @@ void fields(DequantizeArgs& a, F&& f) {
   fields(a.q, f), f(a.out, Role::output);
 }
 
-Status amax(const AmaxArgs&, const Execution&);
-Status quantize(const QuantizeArgs&, const Execution&);
-Status dequantize(const DequantizeArgs&, const Execution&);
+DIPTYCH_OP(amax, AmaxArgs)
+DIPTYCH_OP(quantize, QuantizeArgs)
+DIPTYCH_OP(dequantize, DequantizeArgs)
 
 }  // namespace diptych

@@ -1,8 +1,7 @@
 // Delayed scaling: the log of amaxes, and the update of scales from histories.
 #pragma once
 
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -60,7 +59,7 @@ void fields(ScaleUpdateArgs& a, F&& f) {
   f(a.pending, Role::in_place), f(a.log.amaxes), f(a.log.written), f(a.taken, Role::in_place);
 }
 
-Status log_amax(const LogAmaxArgs&, const Execution&);
-Status scale_update(const ScaleUpdateArgs&, const Execution&);
+DIPTYCH_OP(log_amax, LogAmaxArgs)
+DIPTYCH_OP(scale_update, ScaleUpdateArgs)
 
 }  // namespace diptych

@@ -42,6 +42,16 @@ QuantizeArgs slice(const QuantizeArgs& stack, At... at) {
 
 // Quantizes each tensor of a stack x [G, ..., K]. Every other argument has a leading G too, including outputs and
 // `rng`. Takes no source and no column_sum.
-Status quantize_stack(const QuantizeArgs&, const Execution&);
+struct QuantizeStackArgs {
+  QuantizeArgs stack;
+};
+
+// Calls f with each tensor of the arguments and its role.
+template <typename F>
+void fields(QuantizeStackArgs& a, F&& f) {
+  fields(a.stack, f);
+}
+
+DIPTYCH_OP(quantize_stack, QuantizeStackArgs)
 
 }  // namespace diptych

@@ -1,12 +1,10 @@
-// Statistics of a tensor's elements (NUMERICS 11). The op is in lone_ops.def, and its header not in ops.h: no other
-// kernel depends on it.
+// Statistics of a tensor's elements (NUMERICS 11).
 #pragma once
 
 #include <algorithm>
 
 #include "diptych/format.h"
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -82,14 +80,6 @@ void fields(StatisticsArgs& a, F&& f) {
   f(a.x), f(a.result), f(a.largest), f(a.out, Role::output), f(a.workspace, Role::workspace);
 }
 
-Status statistics(const StatisticsArgs&, const Execution&);
-
-// The kernels that registry.cpp names. Arguments arrive checked.
-namespace cpu {
-Status statistics(const StatisticsArgs&, const Execution&);
-}
-namespace cuda {
-Status statistics(const StatisticsArgs&, const Execution&);
-}
+DIPTYCH_OP(statistics, StatisticsArgs)
 
 }  // namespace diptych

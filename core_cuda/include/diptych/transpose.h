@@ -1,8 +1,7 @@
-// Transposes matrices of bytes. The op is in lone_ops.def, and its header not in ops.h: no other kernel depends on it.
+// Transposes matrices of bytes.
 #pragma once
 
-#include "diptych/status.h"
-#include "diptych/tensor.h"
+#include "diptych/op.h"
 
 namespace diptych {
 
@@ -19,14 +18,6 @@ void fields(TransposeArgs& a, F&& f) {
   f(a.in), f(a.out, Role::output);
 }
 
-Status transpose(const TransposeArgs&, const Execution&);
-
-// The kernels that registry.cpp names. Arguments arrive checked.
-namespace cpu {
-Status transpose(const TransposeArgs&, const Execution&);
-}
-namespace cuda {
-Status transpose(const TransposeArgs&, const Execution&);
-}
+DIPTYCH_OP(transpose, TransposeArgs)
 
 }  // namespace diptych

@@ -3,18 +3,12 @@
 
 #include <string>
 
-#include "diptych/grouped.h"
-#include "diptych/hash.h"
 #include "diptych/ops.h"
-#include "diptych/statistics.h"
-#include "diptych/transpose.h"
 
 namespace diptych {
 
 #define OP(name, Args, ...) Status check(const Args&, const Device&);
 #include "diptych/ops.def"
-#define OP(name, Args, ...) Status check(const Args&, const Device&);
-#include "diptych/lone_ops.def"
 
 std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
 

@@ -238,7 +238,7 @@ def test_11_cuda_handlers_are_recordable_into_command_buffers():
         ]  # fmt: skip
 
     library = ctypes.CDLL(ffi.load().library)
-    for op in ffi.OPS:
+    for op in ffi.load().ops:
         for platform, traits in (("cpu", 0), ("cuda", 1)):  # 1: XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
             metadata = Metadata(size=ctypes.sizeof(Metadata))
             extension = Extension(ctypes.sizeof(Extension), 1, None, ctypes.pointer(metadata))

@@ -20,12 +20,6 @@ from diptych.common.gemm_options import GemmOptions
 from diptych.common.quantizers import QuantSpec
 from diptych.core import _core
 
-OPS = (
-    "amax", "quantize", "scale_update", "dequantize", "gemm", "bias_grad", "norm", "norm_grad", "activation",
-    "activation_grad", "permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute",
-    "unpermute_grad", "quantize_stack", "grouped_gemm", "grouped_bias_grad", "hash",
-    "statistics",
-)  # fmt: skip
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's name of a lowering platform: the FFI registry's name
 ATTRIBUTES_VERSION = 5
 MAX_BATCH_RANK = 8
@@ -33,12 +27,14 @@ MAX_BATCH_RANK = 8
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps with DIPTYCH_JAX=on and jaxlib installed"
 
 
-class Headers(NamedTuple):
-    """Versions of the headers that the handlers were compiled with: jaxlib's, and (major, minor) of the XLA FFI."""
+class Handlers(NamedTuple):
+    """The library of handlers: its path, the ops that have one, and the versions of the headers that it was compiled
+    with: jaxlib's, and (major, minor) of the XLA FFI."""
 
     jaxlib: str
     ffi: tuple[int, int]
     library: str
+    ops: tuple[str, ...]
 
 
 class Source(NamedTuple):
@@ -110,7 +106,7 @@ def runtime_ffi_version() -> tuple[int, int]:
 
 
 @functools.cache
-def load() -> Headers:
+def load() -> Handlers:
     """Loads the handlers and registers them for CPU and CUDA. Starts no backend and loads no CUDA library.
 
     **Raises** ImportError with a remedy if the library was not built, or if this jaxlib is older than its headers.
@@ -124,7 +120,9 @@ def load() -> Headers:
     library = ctypes.CDLL(str(path))
     library.diptych_jax_headers.restype = ctypes.c_char_p
     version = library.diptych_jax_ffi_version()
-    headers = Headers(library.diptych_jax_headers().decode(), (version // 1000, version % 1000), str(path))
+    ops = dict.fromkeys(row["op"] for row in _core.kernel_table())
+    found = tuple([op for op in ops if hasattr(library, f"{target(op)}_cpu")])
+    headers = Handlers(library.diptych_jax_headers().decode(), (version // 1000, version % 1000), str(path), found)
     if library.diptych_jax_attributes_version() != ATTRIBUTES_VERSION:
         raise ImportError(
             f"{path} has attributes of version {library.diptych_jax_attributes_version()}, this Python part of version "
@@ -138,7 +136,7 @@ def load() -> Headers:
             f"{runtime[0]}.{runtime[1]}: a runtime takes older headers, not newer ones. "
             f"Update jaxlib, or rebuild against this one: {_REBUILD}"
         )
-    for op in OPS:
+    for op in headers.ops:
         for platform, registry in PLATFORMS.items():
             handler = jax.ffi.pycapsule(getattr(library, f"{target(op)}_{platform}"))
             jax.ffi.register_ffi_target(target(op), handler, platform=registry)
@@ -154,7 +152,7 @@ def export_safety_checks() -> list[Any]:
     """Returns `disabled_checks` of `jax.export.export` for programs with diptych's custom calls."""
     from jax import export  # not part of `import jax`
 
-    return [export.DisabledSafetyCheck.custom_call(target(op)) for op in OPS]
+    return [export.DisabledSafetyCheck.custom_call(target(op)) for op in load().ops]
 
 
 # --- attributes: one dictionary per op, the twins of csrc/attributes.h ---

@@ -1,24 +1,19 @@
-// quantize_stack quantizes each tensor of a stack as quantize would: with a single kernel if one supports the stack,
-// else tensor by tensor.
+// The contract of quantize_stack: each tensor of the stack is a valid call of quantize.
 #include "diptych/stack.h"
 
-#include <optional>
 #include <string>
 
 #include "contracts/parts.h"
-#include "registry.h"
 
 namespace diptych {
 
 using namespace contract;
 
-namespace {
-
-constexpr const char* kOp = "quantize_stack";
-
 // All tensors share the leading extent, and outputs overlap neither each other nor inputs. The checks of quantize cover
 // each tensor of the stack.
-Status check_stack(const QuantizeArgs& a, const Device& device) {
+Status check(const QuantizeStackArgs& args, const Device& device) {
+  constexpr const char* kOp = "quantize_stack";
+  const QuantizeArgs& a = args.stack;
   DIPTYCH_TRY(present(kOp, "x", a.x, device));
   if (a.x.rank < 2)
     return {Code::shape, std::string(kOp) + ": x must be a stack of tensors [G, ..., K], got " + describe(a.x)};
@@ -46,24 +41,10 @@ Status check_stack(const QuantizeArgs& a, const Device& device) {
                                " as its first extent, one for each tensor of x " + describe(a.x) + ", got " +
                                describe(t)};
   }
-  return all_apart(kOp, operands(a));
-}
-
-}  // namespace
-
-Status quantize_stack(const QuantizeArgs& a, const Execution& exec) {
-  DIPTYCH_TRY(check_stack(a, exec.device));
-  const int64_t count = a.x.shape[0];
-  if (count == 0) return {};
-  if (const Status first = check(slice(a, 0), exec.device); !first.ok())
+  DIPTYCH_TRY(all_apart(kOp, operands(a)));
+  if (a.x.shape[0] == 0) return {};
+  if (const Status first = check(slice(a, 0), device); !first.ok())
     return {first.code(), std::string(kOp) + ": for each tensor of x " + describe(a.x) + ": " + first.message()};
-  bool writes = false;  // if all outputs are empty, `count` may be huge: do not loop over it
-  for (const TensorView* t : {&a.amax, &a.columnwise_amax, &a.rowwise.data, &a.rowwise.scale_inv, &a.columnwise.data,
-                              &a.columnwise.scale_inv})
-    writes |= t->given() && t->numel() > 0;
-  if (!writes) return {};
-  if (std::optional<Status> done = quantize_together(a, exec)) return *done;
-  for (int64_t g = 0; g < count; ++g) DIPTYCH_TRY(quantize(slice(a, g), exec));
   return {};
 }
 
