@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import time
@@ -130,14 +131,40 @@ def test_the_room_is_imported_in_no_time():
     assert min(run() for _ in range(5)) - compiling < 0.005
 
 
-def test_dynamo_is_not_imported():
-    code = "import sys, diptych.torch; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+IMPORTS = """
+import sys, torch
+before = set(sys.modules)
+import diptych.torch
+print(*sorted(name for name in set(sys.modules) - before if name.startswith("torch")))
+"""
+
+
+def test_no_other_modules_of_torch_are_imported():
+    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.split() == ["torch.utils.flop_counter", "torch.utils.module_tracker"]
+    assert "deprecated" not in run.stderr, run.stderr
+
+
+def test_what_is_imported_late_is_said_by_name(monkeypatch):
+    from torch.distributed import _composable_state, _functional_collectives
+    from torch.distributed.tensor import placement_types
+
+    from diptych.torch.private import sharding
+
+    for owner, name, call in (
+        (_functional_collectives, "all_reduce", lambda: sharding.maximum(torch.ones(1), None)),
+        (_composable_state, "_module_state_mapping", sharding.module_states),
+        (placement_types, "_StridedShard", lambda: sharding.strided_shard(2)),
+    ):
+        monkeypatch.delattr(owner, name)
+        with pytest.raises(FrameworkVersionError, match=rf"lacks {re.escape(owner.__name__)}\.{name}.*, which diptych"):
+            call()
 
 
 WITHOUT_OPAQUE_TYPES = """
 import torch, torch._library.opaque_object as opaque, warnings
-del opaque.register_opaque_type
+for name in {"register_opaque_type", "register_custom_class"} & set(vars(opaque)):
+    delattr(opaque, name)
 with warnings.catch_warnings(record=True) as said:
     import diptych.torch as dt
 assert any("has no opaque types: diptych runs eagerly" in str(one.message) for one in said)

@@ -26,7 +26,7 @@ from diptych.torch.modules.layernorm_linear import LayerNormLinear
 from diptych.torch.modules.layernorm_mlp import LayerNormMLP
 from diptych.torch.modules.linear import Linear
 from diptych.torch.modules.tensor_parallel import ParameterCut, TensorParallelModule
-from diptych.torch.private.sharding import StridedShard, root_mesh
+from diptych.torch.private.sharding import root_mesh, strided_shard
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 FEATURES = Shard(-1)
@@ -193,7 +193,7 @@ def _distributed(whole: Tensor, mesh: DeviceMesh, cut: ParameterCut | None, sour
         return distribute_tensor(whole, mesh, [placement], src_data_rank=source)
     stacked = whole.unflatten(0, (cut.parts, -1))
     part = distribute_tensor(stacked, mesh, [Shard(1)], src_data_rank=source).to_local().flatten(0, 1)
-    placements = [StridedShard(0, split_factor=cut.parts)]
+    placements = [strided_shard(cut.parts)]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 

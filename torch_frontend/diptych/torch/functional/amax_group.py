@@ -10,7 +10,7 @@ from torch import Tensor
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.private.sharding import AsyncTensor, all_reduce
+from diptych.torch.private.sharding import maximum
 
 
 def group_amaxes(
@@ -46,7 +46,4 @@ def max_over(amax: Tensor, group: Any) -> Tensor:
     It compares integers: amaxes are never negative or NaN, so their bits have the same order, and no subnormal is
     flushed to zero.
     """
-    out = all_reduce(amax.view(torch.int32), "max", group)
-    if isinstance(out, AsyncTensor):
-        out = out.wait()
-    return out.view(torch.float32)
+    return maximum(amax.view(torch.int32), group).view(torch.float32)

@@ -102,7 +102,7 @@ def register(cls: type[Value]) -> None:
 
 def _register(cls: type[Value]) -> None:
     try:
-        register_opaque(cls, typ="value", members=members(cls))
+        register_opaque(cls, members(cls))
     except RuntimeError as error:  # a class defined anew under its name, as in a notebook's cell
         if "already registered" not in str(error) or opaque_name(cls) is None:
             raise

@@ -7,7 +7,8 @@ Invariants:
 - A caller pays nothing: what `need` and `later` return is torch's own function or class, which torch.compile knows by
   its identity, and what `flag` returns is a C function.
 - Where torch lacks a name, `need` raises at import, `later` and the others where it is first used, and `known` never.
-- Only `dynamo.py` imports torch._dynamo, which takes a second: import that file inside of functions.
+- Importing the files of this room imports no module of torch that `import torch` has not. Only `dynamo.py` imports
+  torch._dynamo, which takes a second: import that file inside of functions.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def missing(names: tuple[str, ...], use: str) -> FrameworkVersionError:
     """Returns the error that says what this torch lacks."""
     said = f"torch {torch.__version__} lacks {' and '.join(names)}, which diptych needs {use}"
     return FrameworkVersionError(f"{said}; it supports torch {SUPPORTED}")
+
+
+def lacks(use: str, owner: str, *names: str) -> FrameworkVersionError:
+    """Returns the error of a row of `declare`."""
+    return missing(tuple([f"{owner}.{name}" for name in names]), use)
 
 
 def found(name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diptych.torch.private.require import attribute, declare, flag, later
+from diptych.torch.private.require import attribute, declare, flag, lacks, later, need
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
@@ -30,7 +30,8 @@ declare(_GATHER, _PARAM, "_unsharded_param")
 for _method in ("post_backward", "finalize_backward", "use_training_state"):
     declare("to reduce gradients that were delayed under FSDP2", _GROUP, _method)
 declare(_GATHER, f"{_FSDP}._fsdp_state.FSDPState", "_fsdp_param_groups", "_fsdp_param_group")
-_states = flag("to find the group of a weight under FSDP2", "torch.distributed._composable_state._module_state_mapping")
+_STATES = "to find the group of a weight under FSDP2", "torch.distributed._composable_state", "_module_state_mapping"
+declare(*_STATES)
 
 
 def set_inner_tensors(param: Any, tensors: list[torch.Tensor]) -> None:
@@ -54,7 +55,11 @@ def groups_of(state: Any) -> list[Any]:
 
 def module_states() -> list[Any]:
     """Returns weak references to the states of all modules that FSDP2, or another composable API, manages."""
-    return list(_states().values())
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError:
+        raise lacks(*_STATES) from None
+    return list(_module_state_mapping.values())
 
 
 def reduce_again(group: Any) -> None:
@@ -67,8 +72,16 @@ def reduce_again(group: Any) -> None:
 # --- DTensors ---------------------------------------------------------------------------------------------------------
 
 _CUT = "to cut parameters that stack several"
-StridedShard = later(_CUT, "torch.distributed.tensor.placement_types._StridedShard")
+_STRIDED = "torch.distributed.tensor.placement_types"
+declare(_CUT, _STRIDED, "_StridedShard")
 root_mesh = later(_CUT, "torch.distributed.device_mesh.DeviceMesh._get_root_mesh")
+
+
+def strided_shard(parts: int) -> Any:
+    """Returns the placement of a parameter that stacks so many parts along dimension 0, each of which is cut there."""
+    return need(_CUT, f"{_STRIDED}._StridedShard")(0, split_factor=parts)
+
+
 local_tensor = attribute(_GATHER, "torch.distributed.tensor.DTensor", "_local_tensor")
 
 
@@ -94,6 +107,16 @@ declare("to refuse delayed weight gradients in pipelines", f"{STAGES}.PipelineSt
 
 # --- collectives in graphs --------------------------------------------------------------------------------------------
 
-_REDUCE = "to reduce amaxes over process groups"
-all_reduce = later(_REDUCE, "torch.distributed._functional_collectives.all_reduce")
-AsyncTensor = later(_REDUCE, "torch.distributed._functional_collectives.AsyncCollectiveTensor")
+_MAXIMUM = "to reduce amaxes over process groups", "torch.distributed._functional_collectives"
+for _name in ("all_reduce", "AsyncCollectiveTensor"):
+    declare(*_MAXIMUM, _name)
+
+
+def maximum(t: torch.Tensor, group: Any) -> torch.Tensor:
+    """Returns the elementwise maximum of a tensor over the ranks of a process group, in traced code too."""
+    try:  # a torch may be built without torch.distributed
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+    except ImportError:
+        raise lacks(*_MAXIMUM, "all_reduce", "AsyncCollectiveTensor") from None
+    out = all_reduce(t, "max", group)
+    return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
