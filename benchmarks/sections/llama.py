@@ -187,5 +187,8 @@ def rows(case: Case, peers: dict[str, Any]) -> Iterator[Row]:
         found[name] = {"case": str(case), "name": name, "difference": apart, **more}
     times = device_seconds(steps, 5)
     for name, row in found.items():
-        timed = {"us": times[name] * 1e6, "rate": batch * length / times[name], "unit": "tokens/s"}
-        yield row | timed if name in times else row
+        if name in times:
+            row |= {"us": times[name] * 1e6, "rate": batch * length / times[name], "unit": "tokens/s"}
+        elif name in steps:
+            row["failed"] = "the host did not get ahead of the GPU"
+        yield row
