@@ -126,7 +126,7 @@ def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
     others."""
     special: list[str] = []
     for row in core.kernel_table():
-        serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch
+        serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch <= row["max_arch"]
         if not serves or (row["formats"] and fmt not in row["formats"]):
             continue
         if row["conditional"]:
@@ -176,7 +176,8 @@ def as_text(found: dict[str, Any]) -> str:
         lines += [f"    {op}: {how}{' for ' + ', '.join(f) if several else ''}" for (op, how), f in others.items()]
     lines += ["", "Kernels of this build, in order of preference"]
     for row in found["kernels"]:
-        arch = f" from sm_{row['min_arch']}" if row["backend"] == "cuda" else ""
+        first, alone = row["min_arch"], row["min_arch"] == row["max_arch"]
+        arch = "" if row["backend"] != "cuda" else f" on sm_{first}" if alone else f" from sm_{first}"
         lines.append(f"  {row['op']:<15} {row['kernel']:<22} {row['level']}{arch}{_note(row['note'])}")
     return "\n".join(lines)
 
