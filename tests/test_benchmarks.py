@@ -121,7 +121,7 @@ def test_a_hash_covers_included_files():
 def with_a_new_op(root: Path) -> Path:
     """Returns a copy of the sources to which the op `shuffle` was added, as CONTRIBUTING.md says."""
     ignored = shutil.ignore_patterns("results", "__pycache__")
-    for folder in ("common", "core_cuda", "jax_frontend", "torch_frontend"):
+    for folder in ("common", "core_cuda", "jax_frontend", "lab", "torch_frontend"):
         shutil.copytree(sources.ROOT / folder, root / folder, ignore=ignored)
     core, table = root / "core_cuda", "    {Op::shuffle, Backend::cpu, {}},\n    {Op::shuffle, Backend::cuda, {80}},\n"
     lines = {
