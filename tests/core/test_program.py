@@ -179,7 +179,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("op", OTHERS)
 def test_every_op_is_recorded(op):
-    """Also those that no graph's node runs: a program gives the bits of a call."""
+    """A program of an op that no graph's node runs gives the bits of the op's call."""
     shapes, results, call = OTHERS[op]
 
     def made() -> list[torch.Tensor]:

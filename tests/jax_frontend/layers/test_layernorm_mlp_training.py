@@ -27,7 +27,7 @@ EVERY = pytest.mark.parametrize("recipe", named(fl.EVERY, fl.NOW))
 
 
 class Kind:
-    """One of the fused functions with its operands and names of results."""
+    """A fused function of the JAX panel, with its operands and the names of its results."""
 
     def __init__(self, name, f, module, names, operands, init, layers, **options):
         self.name, self.module, self.names, self.operands, self.init = name, module, names, operands, init

@@ -22,7 +22,7 @@ class DiffError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """One of the traces. `role`: "A", "B", or "H", "H_A" or "H_B" for a float64 reference. `steps`: the number of its
+    """A compared trace. `role`: "A", "B", or "H", "H_A" or "H_B" for a float64 reference. `steps`: the number of its
     steps."""
 
     role: str

@@ -421,6 +421,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             bare, needs, memo, lengths = ctx.call
             saved = list(ctx.saved_tensors)
             now, gradients = None, memo.gradients
+            # Few passes are asked for a part: the first test spares all others a call.
             if Parts.running and memo.edges and (now := asked(ctx, memo.edges)) is not None:
                 gradients = tuple([name for name in gradients if name in now])
             if functorch.mapped(*grads):

@@ -57,5 +57,5 @@ def push_mode(context: Any, local: str) -> None:
 
 
 def pop_mode(context: Any) -> None:
-    """Pops it."""
+    """Ends the mode that `push_mode` has begun last, for the trace alone."""
     _translator(context)().symbolic_torch_function_state.pop_torch_function_mode()
