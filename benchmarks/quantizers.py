@@ -38,7 +38,7 @@ class Named(NamedTuple):
     def reads(self) -> int:
         """Number of passes over the input: two if the scale rule needs the amax of the whole tensor first."""
         fmt = self.quantizer.format
-        return 2 if fmt.two_level or (fmt.per_tensor and not self.quantizer.needs_scale) else 1
+        return 2 if fmt.two_level or (fmt.one_scale and not self.quantizer.needs_scale) else 1
 
     @property
     def bound(self) -> float:

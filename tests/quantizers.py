@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cases
@@ -13,7 +14,23 @@ from diptych.common import (
     Quantizer,
     format_by_name,
 )
-from diptych.common.quantizers import POW2, RHT, RHT_SIGNS, ROW_AMAX, SQUARE
+from diptych.common.formats import FormatRow
+from diptych.common.quantizers import POW2, RHT, RHT_SIGNS, ROW_AMAX, SQUARE, QuantSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class InventedQuantizer(Quantizer):
+    """A quantizer of FP8 with float32 scales in blocks that no format has. The core cannot run it: rules can."""
+
+    block: tuple[int, int]
+
+    @property
+    def format(self) -> FormatRow:
+        return FormatRow("invented", "float8_e4m3fn", "float32", *self.block, "divide", "transposed", 0.0625)
+
+    @property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(-1, 0, 0.0)
 
 
 def quantizer(
@@ -42,7 +59,7 @@ def quantizer(
     if row.rule == "e8m0_ceil":
         return MXFP8Quantizer(fp8_dtype=row.element, with_2d_quantization=square, **usage)
     options: dict[str, Any] = {"fp8_dtype": row.element, "force_pow_2_scales": pow2, "amax_epsilon": eps, **usage}
-    if row.per_tensor:
+    if row.one_scale:
         return Float8CurrentScalingQuantizer(**options)
     return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
 

@@ -258,7 +258,7 @@ def test_shapes(name):
         assert q.rowwise_data.shape == (m, k // fmt.pack) and q.rowwise_scale_inv.shape == rows
         assert q.columnwise_data.shape == ((k, m // fmt.pack) if fmt.columnwise_transposed else (m, k))
         assert q.columnwise_scale_inv.shape == columns
-        assert not fmt.per_tensor or (q.amax.shape == (1,) and (x.size or q.rowwise_scale_inv[0] == 1))
+        assert not fmt.one_scale or (q.amax.shape == (1,) and (x.size or q.rowwise_scale_inv[0] == 1))
         for copy in (q.copy(), q.copy(True)):
             assert copy.scale_inv.dtype == (f32 if fmt.scale == "float32" else np.uint8)
             back = oracle.dequantize(copy, oracle.BF16)

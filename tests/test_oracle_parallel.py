@@ -89,7 +89,7 @@ def test_a_part_is_what_its_rank_quantizes_with_the_amaxes_of_all(kind, dim):
         x = tensor(f"{kind} {dim} {size}", *shape)
         whole, shards = oracle.quantize(x, fmt, **options), np.split(x, size, dim)
         given = {}
-        if fmt.per_tensor:
+        if fmt.one_scale:
             given["amax"] = max(oracle.amax(s) for s in shards)
         elif fmt.rule == "two_level":
             rotated = {k: v for k, v in options.items() if "rht" in k}

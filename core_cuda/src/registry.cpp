@@ -25,9 +25,11 @@ constexpr FormatSet kAny = formats_where([](const FormatRow&) { return true; });
 constexpr FormatSet kTwoLevel = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::two_level; });
 // The formats whose block shapes the gemm kernels support. A new block shape needs a kernel, not just a row.
 constexpr FormatSet kGemm = formats_where([](const FormatRow& f) {
-  return f.per_tensor() || (f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128)) ||
+  return f.one_scale() || (f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128)) ||
          (f.block_rows == 1 && (f.block_cols == 16 || f.block_cols == 32));
 });
+// A scale for each whole row of an operand, which the CPU's products apply to their sums.
+constexpr FormatSet kRows = formats_where([](const FormatRow& f) { return f.block_rows == 1 && f.block_cols == 0; });
 
 template <typename Args, Status (*fn)(const Args&, const Execution&)>
 Status call(const void* args, const Execution& exec) {
@@ -38,9 +40,9 @@ Status call(const void* args, const Execution& exec) {
 // The formats that the CUDA kernels of quantize support. A new layout needs a kernel, not just a row.
 constexpr FormatSet kTiles = formats_where([](const FormatRow& f) {
   const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
-  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);
+  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.one_scale() || block);
 });
-constexpr FormatSet kPerTensor = kTiles & formats_where([](const FormatRow& f) { return f.per_tensor(); });
+constexpr FormatSet kOneScale = kTiles & formats_where([](const FormatRow& f) { return f.one_scale(); });
 constexpr FormatSet kMxfp8 = formats_where([](const FormatRow& f) {
   return f.rule == ScaleRule::e8m0_ceil && f.block_rows == 1 && f.block_cols == 32 &&
          f.columnwise == ColumnwiseLayout::row_major;
@@ -50,9 +52,8 @@ constexpr FormatSet kNvfp4 = kTwoLevel & formats_where([](const FormatRow& f) {
                                       f.block_cols == 16 && f.columnwise == ColumnwiseLayout::transposed;
                              });
 // Formats whose scaled elements bfloat16 can hold, and per-tensor formats, which may be the other operand.
-constexpr FormatSet kDecoded = kMxfp8 | kNvfp4 | kPerTensor;
-constexpr FormatSet kDivide = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::divide; });
-constexpr FormatSet kBlocks = kDivide & formats_where([](const FormatRow& f) { return !f.per_tensor(); });
+constexpr FormatSet kDecoded = kMxfp8 | kNvfp4 | kOneScale;
+constexpr FormatSet kBlocks = kTiles & ~kOneScale;
 constexpr FormatSet kSquareBlocks = kTiles & formats_where([](const FormatRow& f) { return f.block_rows > 1; });
 constexpr Archs kHopper{90, 90};
 template <typename Args, bool (*fn)(const Args&)>
@@ -77,7 +78,7 @@ static const KernelRow kKernels[] = {
     {Op::quantize_stack, Backend::cpu, {}, kAny, Level::native, "cpu.quantize_stack", "by quantize one by one", nullptr, call<QuantizeStackArgs, quantize_slices>},
     {Op::scale_update_many, Backend::cpu, {}, kAny, Level::native, "cpu.scale_update_many", "", nullptr, call<ScaleUpdateManyArgs, cpu::scale_update_many>},
     {Op::dequantize, Backend::cpu, {}, kAny,      Level::native,   "cpu.dequantize",  "", nullptr, call<DequantizeArgs, cpu::dequantize>},
-    {Op::gemm,       Backend::cpu, {}, kGemm,     Level::native,   "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
+    {Op::gemm,       Backend::cpu, {}, kGemm | kRows, Level::native, "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
     {Op::bias_grad,  Backend::cpu, {}, kAny,      Level::native,   "cpu.bias_grad",   "", nullptr, call<BiasGradArgs, cpu::bias_grad>},
     {Op::norm, Backend::cpu, {}, kAny, Level::native, "cpu.norm", "", nullptr, call<NormArgs, cpu::norm>},
     {Op::norm_grad, Backend::cpu, {}, kAny, Level::native, "cpu.norm_grad", "", nullptr, call<NormGradArgs, cpu::norm_grad>},
@@ -93,7 +94,7 @@ static const KernelRow kKernels[] = {
     {Op::transpose, Backend::cpu, {}, kAny, Level::native, "cpu.transpose", "", nullptr, call<TransposeArgs, cpu::transpose>},
     {Op::hash, Backend::cpu, {}, kAny, Level::native, "cpu.hash", "", nullptr, call<HashArgs, cpu::hash>},
     {Op::statistics, Backend::cpu, {}, kAny, Level::native, "cpu.statistics", "", nullptr, call<StatisticsArgs, cpu::statistics>},
-    {Op::grouped_gemm, Backend::cpu, {}, kGemm, Level::native, "cpu.grouped_gemm", "float32 fma in increasing k, group by group", nullptr, call<GroupedGemmArgs, cpu::grouped_gemm>},
+    {Op::grouped_gemm, Backend::cpu, {}, kGemm | kRows, Level::native, "cpu.grouped_gemm", "float32 fma in increasing k, group by group", nullptr, call<GroupedGemmArgs, cpu::grouped_gemm>},
     {Op::grouped_bias_grad, Backend::cpu, {}, kAny, Level::native, "cpu.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cpu::grouped_bias_grad>},
 #ifdef DIPTYCH_WITH_CUDA
     {Op::amax,       Backend::cuda, {80}, kAny,      Level::native,   "cuda.amax",       "", nullptr, call<AmaxArgs, cuda::amax>},
@@ -102,7 +103,7 @@ static const KernelRow kKernels[] = {
     {Op::quantize,   Backend::cuda, {80}, kTiles | kMxfp8, Level::native, "cuda.quantize_permuted_split", "both copies of permuted rows with scales of their own: rows here, columns by the row that fits", fits<QuantizeArgs, cuda::quantize_permuted_split_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_permuted_split>>},
     {Op::quantize,   Backend::cuda, {80}, kMxfp8, Level::native, "cuda.quantize_mxfp8", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_mxfp8>>},
     {Op::quantize,   Backend::cuda, {80}, kNvfp4, Level::native, "cuda.quantize_nvfp4", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_nvfp4>>},
-    {Op::quantize,   Backend::cuda, {80}, kPerTensor, Level::native, "cuda.quantize_stream", "a rowwise copy of plain x", fits<QuantizeArgs, cuda::quantize_stream_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_stream>>},
+    {Op::quantize,   Backend::cuda, {80}, kOneScale, Level::native, "cuda.quantize_stream", "a rowwise copy of plain x", fits<QuantizeArgs, cuda::quantize_stream_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_stream>>},
     {Op::quantize,   Backend::cuda, kHopper, kSquareBlocks, Level::native, "cuda.quantize_permuted_strips", "a rowwise copy of permuted rows in square blocks, each token's row wanted often", fits<QuantizeArgs, cuda::quantize_permuted_strips_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_permuted_strips>>},
     {Op::quantize,   Backend::cuda, {80}, kTiles, Level::native, "cuda.quantize_tiles", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_tiles>>},
     {Op::log_amax, Backend::cuda, {80}, kAny,    Level::native,   "cuda.log_amax", "", nullptr, call<LogAmaxArgs, cuda::log_amax>},
@@ -113,10 +114,10 @@ static const KernelRow kKernels[] = {
     {Op::quantize_stack, Backend::cuda, {80}, kAny, Level::native, "cuda.quantize_slices", "by quantize one by one", nullptr, call<QuantizeStackArgs, quantize_slices>},
     {Op::scale_update_many, Backend::cuda, {80}, kAny, Level::native, "cuda.scale_update_many", "", nullptr, call<ScaleUpdateManyArgs, cuda::scale_update_many>},
     {Op::dequantize, Backend::cuda, {80}, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
-    {Op::gemm,       Backend::cuda, kHopper, kDivide, Level::native,   "cuda.native",     "FP8 tensor cores of Hopper where they are faster than cuBLASLt: large products without fast accumulation", fits<GemmArgs, cuda::gemm_native_pays>, call<GemmArgs, cuda::gemm_native>},
-    {Op::gemm,       Backend::cuda, {90}, kPerTensor, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16, operands 16-byte aligned, not E5M2 x E5M2", fits<GemmArgs, cuda::gemm_cublaslt_fits>, call<GemmArgs, cuda::gemm_cublaslt>},
+    {Op::gemm,       Backend::cuda, kHopper, kTiles, Level::native,   "cuda.native",     "FP8 tensor cores of Hopper where they are faster than cuBLASLt: large products without fast accumulation", fits<GemmArgs, cuda::gemm_native_pays>, call<GemmArgs, cuda::gemm_native>},
+    {Op::gemm,       Backend::cuda, {90}, kOneScale, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16, operands 16-byte aligned, not E5M2 x E5M2", fits<GemmArgs, cuda::gemm_cublaslt_fits>, call<GemmArgs, cuda::gemm_cublaslt>},
     {Op::gemm,       Backend::cuda, kHopper, kBlocks, Level::native,   "cuda.cublaslt_blocks", "FP8 tensor cores of Hopper; N and K in multiples of 16, M of 4, operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", fits<GemmArgs, cuda::gemm_cublaslt_fits>, call<GemmArgs, cuda::gemm_cublaslt>},
-    {Op::gemm,       Backend::cuda, kHopper, kDivide, Level::native,   "cuda.native_rest", "FP8 tensor cores of Hopper, what cuBLASLt does not take; K in multiples of 16, operands 16-byte aligned, both per-tensor or both of blocks", fits<GemmArgs, cuda::gemm_native_fits>, call<GemmArgs, cuda::gemm_native>},
+    {Op::gemm,       Backend::cuda, kHopper, kTiles, Level::native,   "cuda.native_rest", "FP8 tensor cores of Hopper, what cuBLASLt does not take; K in multiples of 16, operands 16-byte aligned, both per-tensor or both of blocks", fits<GemmArgs, cuda::gemm_native_fits>, call<GemmArgs, cuda::gemm_native>},
     {Op::gemm,       Backend::cuda, kHopper, kDecoded,  Level::emulated, "cuda.decoded",    "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores", fits<GemmArgs, cuda::gemm_decoded_fits>, call<GemmArgs, cuda::gemm_decoded>},
     {Op::gemm,       Backend::cuda, {80}, kGemm,     Level::emulated, "cuda.emulated",   "decoded to bfloat16, float32 accumulation; any extents", nullptr, call<GemmArgs, cuda::gemm_emulated>},
     {Op::bias_grad,  Backend::cuda, {80}, kAny,      Level::native,   "cuda.bias_grad",  "", nullptr, call<BiasGradArgs, cuda::bias_grad>},
@@ -135,7 +136,7 @@ static const KernelRow kKernels[] = {
     {Op::transpose, Backend::cuda, {80}, kAny, Level::native, "cuda.transpose", "", nullptr, call<TransposeArgs, cuda::transpose>},
     {Op::hash, Backend::cuda, {80}, kAny, Level::native, "cuda.hash", "", nullptr, call<HashArgs, cuda::hash>},
     {Op::statistics, Backend::cuda, {80}, kAny, Level::native, "cuda.statistics", "", nullptr, call<StatisticsArgs, cuda::statistics>},
-    {Op::grouped_gemm, Backend::cuda, kHopper, kDivide, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; K in multiples of 16 (depth: rows, groups in multiples of 32, with block scales of 128), rows of D in multiples of 16 bytes, operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", fits<GroupedGemmArgs, cuda::grouped_gemm_native_fits>, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
+    {Op::grouped_gemm, Backend::cuda, kHopper, kTiles, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; K in multiples of 16 (depth: rows, groups in multiples of 32, with block scales of 128), rows of D in multiples of 16 bytes, operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", fits<GroupedGemmArgs, cuda::grouped_gemm_native_fits>, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, kHopper, kDecoded, Level::emulated, "cuda.grouped_decoded", "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores; depth: groups in multiples of 16; at most 512 groups", fits<GroupedGemmArgs, cuda::grouped_gemm_decoded_fits>, call<GroupedGemmArgs, cuda::grouped_gemm_decoded>},
     {Op::grouped_gemm, Backend::cuda, {80}, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, {80}, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},

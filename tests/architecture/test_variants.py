@@ -9,6 +9,7 @@ import pytest
 from sweeps import others_slow
 
 from architecture import variant_format, variants
+from architecture.variant_format import BLOCKS, WHOLE_ROWS
 from architecture.variants import Patch
 
 pytestmark = [
@@ -21,6 +22,8 @@ ROWS = (
     ("invented_4x16", "e5m2", "f32", 4, 16, "divide", "transposed", "0.125"),
     ("invented_mx_8x16", "e4m3", "e8m0", 8, 16, "e8m0_ceil", "row_major", "0.125"),
     ("invented_mx_3x5", "e5m2", "e8m0", 3, 5, "e8m0_ceil", "transposed", "0.125"),
+    ("invented_5xall", "e5m2", "f32", 5, 0, "divide", "transposed", "0.125"),
+    ("invented_mx_column", "e4m3", "e8m0", 0, 1, "e8m0_ceil", "row_major", "0.125"),
 )
 
 
@@ -29,7 +32,7 @@ def builder(tmp_path_factory):
     """A builder whose variants all have all invented formats, so that one build serves all tests."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return variants.Builder(shared / "variants", *variant_format.rows(*ROWS), *variant_format.PATCHES)
+    return variants.Builder(shared / "variants", *variant_format.rows(*ROWS), *BLOCKS.patches(), *WHOLE_ROWS.patches())
 
 
 def test_invented_formats_need_only_their_rows(builder):
@@ -41,14 +44,15 @@ def test_invented_formats_need_only_their_rows(builder):
     assert not wrong, f"{report}: {wrong}"
 
 
-def test_a_format_of_known_blocks_trains(builder):
-    """With rows, a quantizer and a recipe in five files, a format has the oracle's bits and a torch layer trains."""
-    files, lines = variant_format.size()
+@pytest.mark.parametrize("invented", [BLOCKS, WHOLE_ROWS], ids=lambda invented: invented.name)
+def test_a_format_trains(builder, invented):
+    """With rows, a quantizer and a recipe in five files, a format has the oracle's bits and torch layers train."""
+    files, lines = invented.size()
     assert len(files) <= 5 and lines <= 100, (files, lines)
-    result = variants.run(builder.base(), "trained", variant_format.FORMAT, variant_format.RECIPE)
+    result = variants.run(builder.base(), "trained", invented.name, invented.recipe)
     report = result.pop("report")
     assert {part: row["differ"] for part, row in result.items()} == dict.fromkeys(result, 0), f"{report}: {result}"
-    assert set(result) == {"quantize", "dequantize", "gemm", "eager", "compiled"}
+    assert set(result) == {"quantize", "dequantize", "gemm", "eager", "compiled", "grouped"}
 
 
 SIMD, CODEC, GENERIC = "core_cuda/cpu/isa/simd_quantize.h", "core_cuda/cpu/quantize/codec.h", "cpu/isa/generic.cpp"

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from core import runner
@@ -31,6 +32,13 @@ INVENTED = {
     "invented_4x16": oracle.Fmt("e5m2", "float32", 4, 16, "divide", True),
     "invented_mx_8x16": oracle.Fmt("e4m3", "e8m0", 8, 16, "e8m0_ceil", False),
     "invented_mx_3x5": oracle.Fmt("e5m2", "e8m0", 3, 5, "e8m0_ceil", True),
+    "invented_5xall": oracle.Fmt("e5m2", "float32", 5, 0, "divide", True),
+    "invented_mx_column": oracle.Fmt("e4m3", "e8m0", 0, 1, "e8m0_ceil", False),
+}
+# Invented rows that have a recipe.
+TRAINED = {
+    "invented_e8m0_1x128": oracle.Fmt("e4m3", "e8m0", 1, 128, "e8m0_ceil", True),
+    "invented_rows": oracle.Fmt("e4m3", "float32", 1, 0, "divide", True),
 }
 
 
@@ -133,14 +141,14 @@ def invented_checks() -> Tally:
 
 
 def trained_checks(name: str, recipe: str) -> Tally:
-    """Checks that ops give the oracle's bits, and that a torch layer trains with the recipe, eagerly and compiled."""
+    """Checks that ops give the oracle's bits, and that torch layers train with the recipe, dense and grouped."""
     import torch  # no other check needs it
 
     import diptych.torch as dt
 
     tally, be = Tally(), runner.Numpy()
-    fmt = oracle.FORMATS[name] = oracle.Fmt("e4m3", "e8m0", 1, 128, "e8m0_ceil", True)
-    for shape, values in itertools.product(SHAPES, VALUES):
+    fmt = oracle.FORMATS[name] = TRAINED[name]
+    for shape, values in itertools.product((*SHAPES, (0, 5), (5, 0)), VALUES):
         x = cases.draw(f"{name}-{shape}-{values}", values, shape, "float32")
         want = oracle.quantize(x, fmt)
         for isa in runner.isas():
@@ -150,13 +158,11 @@ def trained_checks(name: str, recipe: str) -> Tally:
     for case in cases.gemm_cases([(name, name)], shapes=[(33, 20, 129), (5, 7, 300)]):
         tally.add("gemm", check_gemm, case)
 
-    def learns(compiled: bool) -> None:
-        torch.manual_seed(0)
-        layer, target = dt.Linear(256, 64), torch.randn(256, 64)
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-        optimizer, losses, calls = torch.optim.SGD(layer.parameters(), lr=8.0), [], runner.want_calls("cpu.gemm")
+    def learns(layer: Any, call: Any, kernel: str) -> None:
+        target = torch.randn(256, 64)
+        optimizer, losses, calls = torch.optim.SGD(layer.parameters(), lr=8.0), [], runner.want_calls(kernel)
         for _ in range(30):
-            x = torch.randn(128, 256)
+            x = torch.randn(256, 256)
             with dt.autocast(recipe=recipe_by_name(recipe)):
                 y = call(x)
             losses.append(torch.nn.functional.mse_loss(y, x @ target))
@@ -164,10 +170,14 @@ def trained_checks(name: str, recipe: str) -> Tally:
             losses[-1].backward()
             optimizer.step()
         assert losses[-1] < losses[0] / 20, [f"{loss:.3g}" for loss in losses]
-        assert runner.want_calls("cpu.gemm") > calls, "the products were not quantized"
+        assert runner.want_calls(kernel) > calls, "the products were not quantized"
 
-    for part, compiled in (("eager", False), ("compiled", True)):
-        tally.add(part, learns, compiled)
+    torch.manual_seed(0)
+    eager, compiled, grouped = dt.Linear(256, 64), dt.Linear(256, 64), dt.GroupedLinear(2, 256, 64)
+    compiled_call = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    tally.add("eager", learns, eager, eager, "cpu.gemm")
+    tally.add("compiled", learns, compiled, compiled_call, "cpu.gemm")
+    tally.add("grouped", learns, grouped, lambda x: grouped(x, [128, 128]), "cpu.grouped_gemm")
     return tally
 
 

@@ -1,33 +1,32 @@
 """Everything that a new block format needs, as patches: its rows, its quantizer, its recipe and their public names.
 
-The format is E4M3 in blocks of 1x128 with E8M0 scales. Kernels already support its block, its element and its scale
-rule in other formats, so layers, frontends and kernels need no change.
+`BLOCKS` is E4M3 in blocks of 1x128 with E8M0 scales, `WHOLE_ROWS` E4M3 with one float32 scale for each whole row.
+Kernels already support these elements, scale rules and blocks, so layers, frontends and kernels need no change.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 
 from architecture.variants import Patch
 
-FORMAT, RECIPE = "invented_e8m0_1x128", "invented-block"
-
 QUANTIZER = '''
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class InventedBlockQuantizer(_BuiltIn):
-    """E4M3 with one E8M0 scale per 1x128 block."""
+class {name}Quantizer(_BuiltIn):
+    """{about}"""
 
     @functools.cached_property
     def format(self) -> FormatRow:
-        return find_format("float8_e4m3fn", "float8_e8m0fnu", (1, 128))
+        return find_format("float8_e4m3fn", "{scale}", {block})
 '''
 SCALING = '''@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class InventedBlockScaling(Recipe):
-    """E4M3 everywhere, one E8M0 scale per 128 elements along the reduced axis."""
+class {name}Scaling(Recipe):
+    """{about}"""
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | None:
-        return None if role.tensor in role.RESULTS else InventedBlockQuantizer()
+        return None if role.tensor in role.RESULTS else {name}Quantizer()
 
 
 '''
@@ -40,6 +39,7 @@ QUANTIZERS_END = "        return QuantSpec(self.format.id, flags, 0.0)\n"
 RECIPES_END, ALL = '}\n"""The recipes with', '    "LateStateWarning",\n'
 ROW_H = '    {"%s", DType::%s, DType::%s, %d, %d, ScaleRule::%s, ColumnwiseLayout::%s, %sf},\n'
 ROW_PY = '    FormatRow("%s", %s, %s, %d, %d, "%s", "%s", %s),\n'
+DTYPES = {"f32": "float32", "e8m0": "float8_e8m0fnu"}
 NAMES_PY = {"e5m2": "_E5M2", "e4m3": "_E4M3", "f32": "_F32", "e8m0": "_E8M0"}
 
 
@@ -50,19 +50,45 @@ def rows(*formats: tuple[str, str, str, int, int, str, str, str]) -> tuple[Patch
     return Patch(H, H_END, in_h + H_END), Patch(PY, PY_END, in_py + PY_END)
 
 
-PATCHES = (
-    *rows((FORMAT, "e4m3", "e8m0", 1, 128, "e8m0_ceil", "transposed", "0.0625")),
-    Patch(QUANTIZERS, QUANTIZERS_END, QUANTIZERS_END + QUANTIZER),
-    Patch(RECIPES, "    Float8Quantizer,\n", "    Float8Quantizer,\n    InventedBlockQuantizer,\n"),
-    Patch(RECIPES, "DEFAULT_RECIPE: Recipe =", f"{SCALING}DEFAULT_RECIPE: Recipe ="),
-    Patch(RECIPES, RECIPES_END, f'    "{RECIPE}": InventedBlockScaling(),\n{RECIPES_END}'),
-    Patch(FACE, "    Float8Quantizer,\n", "    Float8Quantizer,\n    InventedBlockQuantizer,\n"),
-    Patch(FACE, "    Format,\n", "    Format,\n    InventedBlockScaling,\n"),
-    Patch(FACE, ALL, f'    "InventedBlockQuantizer",\n    "InventedBlockScaling",\n{ALL}'),
+@dataclasses.dataclass(frozen=True)
+class Invented:
+    """A format with a quantizer and a recipe. `row`: the format's properties as `rows` takes them, after its name."""
+
+    name: str
+    recipe: str
+    classes: str  # what the names of its classes begin with
+    about: str
+    row: tuple[str, str, int, int, str, str, str]
+
+    def patches(self) -> tuple[Patch, ...]:
+        scale, block = DTYPES[self.row[1]], self.row[2:4]
+        words = {"name": self.classes, "about": self.about, "scale": scale, "block": block}
+        quantizer, scaling = f"{self.classes}Quantizer", f"{self.classes}Scaling"
+        return (
+            *rows((self.name, *self.row)),
+            Patch(QUANTIZERS, QUANTIZERS_END, QUANTIZERS_END + QUANTIZER.format(**words)),
+            Patch(RECIPES, "    Float8Quantizer,\n", f"    Float8Quantizer,\n    {quantizer},\n"),
+            Patch(RECIPES, "DEFAULT_RECIPE: Recipe =", f"{SCALING.format(**words)}DEFAULT_RECIPE: Recipe ="),
+            Patch(RECIPES, RECIPES_END, f'    "{self.recipe}": {scaling}(),\n{RECIPES_END}'),
+            Patch(FACE, "    Float8Quantizer,\n", f"    Float8Quantizer,\n    {quantizer},\n"),
+            Patch(FACE, "    Format,\n", f"    Format,\n    {scaling},\n"),
+            Patch(FACE, ALL, f'    "{quantizer}",\n    "{scaling}",\n{ALL}'),
+        )
+
+    def size(self) -> tuple[set[str], int]:
+        """Returns the files that the patches change, and the number of changed lines."""
+        pairs = [(p.old.splitlines(), p.new.splitlines()) for p in self.patches()]
+        changed = sum(line[0] in "+-" for old, new in pairs for line in difflib.ndiff(old, new))
+        return {p.path for p in self.patches()}, changed
+
+
+BLOCKS = Invented(
+    "invented_e8m0_1x128", "invented-block", "InventedBlock",
+    "E4M3 with one E8M0 scale per 128 elements along the reduced axis.",
+    ("e4m3", "e8m0", 1, 128, "e8m0_ceil", "transposed", "0.0625"),
 )  # fmt: skip
-
-
-def size() -> tuple[set[str], int]:
-    """Returns the files that the patches change, and the number of changed lines."""
-    pairs = [(p.old.splitlines(), p.new.splitlines()) for p in PATCHES]
-    return {p.path for p in PATCHES}, sum(line[0] in "+-" for old, new in pairs for line in difflib.ndiff(old, new))
+WHOLE_ROWS = Invented(
+    "invented_rows", "invented-rows", "InventedRow",
+    "E4M3 with one float32 scale for each row of an operand, which a product reduces.",
+    ("e4m3", "f32", 1, 0, "divide", "transposed", "0.0625"),
+)  # fmt: skip

@@ -25,7 +25,7 @@ def test_the_oracle_describes_the_same_formats():
         assert row.element.removeprefix("float8_").removeprefix("float4_").removesuffix("fn") == fmt.element
         assert row.scale == {"float32": "float32", "e8m0": "float8_e8m0fnu", "e4m3": "float8_e4m3fn"}[fmt.scale]
         assert (row.block_rows, row.block_cols, row.rule) == (fmt.block_rows, fmt.block_cols, fmt.rule)
-        assert row.per_tensor == fmt.per_tensor
+        assert row.one_scale == fmt.one_scale
         assert row.columnwise == ("transposed" if fmt.columnwise_transposed else "row_major")
 
 

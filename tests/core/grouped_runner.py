@@ -99,11 +99,11 @@ def formats(case: Case) -> tuple[str, str]:
 def suits_native(case: Case, align: int) -> bool:
     """Whether Hopper's FP8 tensor cores have to take a product."""
     a, b = (oracle.FORMATS[f] for f in formats(case))
-    divide = a.rule == b.rule == "divide" and a.per_tensor == b.per_tensor
+    divide = a.rule == b.rule == "divide" and a.one_scale == b.one_scale
     reduced = case.rows if case.product == "wgrad" else case.inner
     lines = case.n * np.dtype(cases.INPUT_DTYPES[case.out_dtype]).itemsize % 16 == 0
     whole = lines and reduced % 16 == 0 and min(case.rows, case.n, case.inner) > 0
-    return divide and whole and (case.product != "wgrad" or align % (32 if a.per_tensor else 128) == 0)
+    return divide and whole and (case.product != "wgrad" or align % (32 if a.one_scale else 128) == 0)
 
 
 def suits_decoded(case: Case, align: int) -> bool:
@@ -155,7 +155,7 @@ def _stack(be: Any, copies: list[oracle.Copy], like: oracle.Copy, fmt: str, offs
     if like.amax is not None:
         amax = be.put(together("amax", np.size(like.amax) == 1), "float32")
     data = be.put(together("data", False), runner.payload(fmt), offset)
-    scale = be.put(together("scale_inv", like.fmt.per_tensor), runner.ROWS[fmt]["scale"])
+    scale = be.put(together("scale_inv", like.fmt.one_scale), runner.ROWS[fmt]["scale"])
     return data, scale, amax, runner.IDS[fmt], like.columnwise
 
 

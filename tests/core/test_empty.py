@@ -45,13 +45,13 @@ def quantize(name: str, stack: bool = False) -> None:
     fmt = next(f for f in FORMATS if f.name == name)
     lead, scales = ((TALL,), (TALL, 0)) if stack else ((), (TALL // max(1, fmt.block_rows), 0))
     shape = (*lead, 0, 0) if stack else (TALL, 0)
-    one = f32(*lead, 1) if fmt.per_tensor or fmt.two_level else None
+    one = f32(*lead, 1) if fmt.one_scale or fmt.two_level else None
     scale = np.zeros((*scales, 0) if stack else scales, {"float32": np.float32}.get(fmt.scale, np.uint8))
-    scale = f32(1) if fmt.per_tensor else (scale, _core.dtype_table()[fmt.scale])
+    scale = f32(1) if fmt.one_scale else (scale, _core.dtype_table()[fmt.scale])
     none = (None, None, None)
     made = payload(fmt, *shape), scale
     _core.quantize(f32(*shape), fmt.id, 0, 0.0, 0, one, *none, *made, None, None, stack=stack)
-    if fmt.per_tensor:
+    if fmt.one_scale:
         assert one is not None and one[0] == 0 and scale[0] == 1
 
 
@@ -68,7 +68,7 @@ def norm(m: int, k: int) -> None:
 
 
 def gemm(m: int, n: int, k: int, bias: bool, beta: float) -> None:
-    fmt = next(f for f in FORMATS if f.per_tensor)
+    fmt = next(f for f in FORMATS if f.one_scale)
     d, c = f32(m, n), f32(m, n, value=3.0)
     one = f32(1)
     copies = [x for rows in (m, n) for x in (payload(fmt, rows, k), one, None, fmt.id, False)]

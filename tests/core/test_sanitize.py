@@ -35,7 +35,7 @@ def test_quantize_dequantize(fmt):
             y = runner.dequantize(be, copy, fmt, dtype, offset=turn % 2)
             runner.same_bits(y, np.ascontiguousarray(oracle.dequantize(copy, y.dtype)), f"{case} {options}")
     given: tuple[dict[str, float], ...] = ()
-    if oracle.FORMATS[fmt].per_tensor:
+    if oracle.FORMATS[fmt].one_scale:
         given = ({"amax": 3.0}, {"scale": 3.0}, {"scale": 3.0, "accumulate": 2.0})
     for options in given:
         want = oracle.quantize(x, fmt, **options)

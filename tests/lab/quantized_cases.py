@@ -41,7 +41,7 @@ def cases(fmt: str) -> Iterator[Case]:
 
 
 def _case(x: np.ndarray, fmt: str) -> Case:
-    more = {"scale": np.float32(100)} if oracle.FORMATS[fmt].per_tensor else {}  # a delayed scale, which clips
+    more = {"scale": np.float32(100)} if oracle.FORMATS[fmt].one_scale else {}  # a delayed scale, which clips
     copy = oracle.quantize(x, fmt, columnwise=False, **more).copy()
     top = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x77}[copy.fmt.element]
     result, largest = (

@@ -30,9 +30,9 @@ from oracle.transform import hadamard, noise_of
 
 def spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
     """One scale per element."""
-    if block[1] == 0:
-        return np.broadcast_to(scale.reshape(1, 1), shape)
-    return scale.repeat(block[0], axis=0).repeat(block[1], axis=1)[: shape[0], : shape[1]]
+    rows, cols = (size or n for size, n in zip(block, shape, strict=True))
+    scale = scale.reshape(1, 1) if block == (0, 0) else scale
+    return scale.repeat(rows, axis=0).repeat(cols, axis=1)[: shape[0], : shape[1]]
 
 
 def quantize(
@@ -80,9 +80,9 @@ def quantize(
             "random signs without a transform": rht_signs and not rht,
             "a transform without a columnwise copy": rht and not columnwise,
             "square blocks have one amax, no transform and no noise": square and (row_amax or rht or rng is not None),
-            "only a per-tensor or two_level format takes an amax": amax is not None and not (fmt.per_tensor or levels),
+            "only a per-tensor or two_level format takes an amax": amax is not None and not (fmt.one_scale or levels),
             "only a two_level format has a columnwise amax": columnwise_amax is not None and not levels,
-            "only a per-tensor format takes a scale": scale is not None and not fmt.per_tensor,
+            "only a per-tensor format takes a scale": scale is not None and not fmt.one_scale,
             "a given scale knows no amax, pow2 or eps": scale is not None and (amax is not None or pow2 or eps),
             "only a given scale accumulates": accumulate is not None and scale is None,
         }
@@ -139,8 +139,8 @@ def quantize(
         with np.errstate(all="ignore"):
             scaled = y * spread(factor, block, y.shape)
         out[f"{name}_data"] = encode(scaled, fmt.element)
-        out[f"{name}_scale_inv"] = scale_inv.reshape(1) if fmt.per_tensor else scale_inv
-        if fmt.per_tensor:
+        out[f"{name}_scale_inv"] = scale_inv.reshape(1) if fmt.one_scale else scale_inv
+        if fmt.one_scale:
             joined = block_amax if accumulate is None else np.maximum(block_amax, np.float32(accumulate))
             out["amax"] = joined.reshape(1)
     return Quantized(fmt, **out)
@@ -157,9 +157,9 @@ def _factor(fmt: Fmt, x: np.ndarray, block_amax: np.ndarray, own: bool, pow2: bo
     if scale is not None:
         return np.asarray(scale, np.float32).reshape(1, 1)
     # A block's scale may not leave the input's own dtype; a tensor's may.
-    value_for_inf = FLT_MAX if fmt.per_tensor else np.float32(ml_dtypes.finfo(x.dtype).max)
-    # An empty tensor's own amax says nothing, so eps does not act on it: scale 1.
-    empty = fmt.per_tensor and own and x.size == 0
+    value_for_inf = FLT_MAX if fmt.one_scale else np.float32(ml_dtypes.finfo(x.dtype).max)
+    # The amax of no elements says nothing, so eps does not act on it: scale 1.
+    empty = own and x.size == 0
     return scales.scale_from_amax(block_amax, FP8_MAX[fmt.element], 0.0 if empty else eps, pow2, value_for_inf)
 
 

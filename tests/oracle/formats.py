@@ -22,7 +22,7 @@ E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 
 @dataclass(frozen=True)
 class Fmt:
-    """One format. A rowwise block is `block_rows` x `block_cols` elements; 0 x 0 is the whole tensor."""
+    """One format. A rowwise block is `block_rows` x `block_cols` elements; 0 is the tensor's whole extent."""
 
     element: str  # e4m3 | e5m2 | e2m1
     scale: str  # float32 | e8m0 | e4m3
@@ -32,8 +32,8 @@ class Fmt:
     columnwise_transposed: bool
 
     @property
-    def per_tensor(self) -> bool:
-        return self.block_cols == 0
+    def one_scale(self) -> bool:
+        return self.block_rows == self.block_cols == 0
 
     @property
     def pack(self) -> int:

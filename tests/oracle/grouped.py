@@ -21,7 +21,7 @@ def rows_of(copy: oracle.Copy, begin: int, end: int) -> tuple[oracle.Copy, slice
     """A rowwise copy of the rows around begin..end that whole blocks hold, and where those rows are in it."""
     size = copy.fmt.block_rows or 1
     first, last = begin // size * size, min(-(-end // size) * size, len(copy.data))
-    scale = copy.scale_inv if copy.fmt.per_tensor else copy.scale_inv[first // size : -(-last // size)]
+    scale = copy.scale_inv if copy.fmt.one_scale else copy.scale_inv[first // size : -(-last // size)]
     amax = copy.amax if copy.amax is None or np.size(copy.amax) == 1 else copy.amax[first:last]
     part = dataclasses.replace(copy, data=copy.data[first:last], scale_inv=scale, amax=amax)
     return part, slice(begin - first, end - first)
@@ -37,7 +37,7 @@ def depth_of(copy: oracle.Copy, begin: int, end: int, unit: int) -> oracle.Copy:
     inside = np.zeros_like(codes)
     inside[:, begin:end] = codes[:, begin:end]
     codes = inside[:, first:last]
-    if not fmt.per_tensor:
+    if size:
         scale = scale[:, first // size : -(-last // size)].copy()
         at = np.arange(first, last, size)
         scale[:, (at + size <= begin) | (at >= end)] = ONE[fmt.scale]

@@ -38,7 +38,7 @@ def cut(copy: Copy, size: int, dim: int = 0, *, square: bool = False) -> list[Co
     if copy.shape[dim] % (size * max(block, 1)):
         raise ValueError(f"{copy.shape[dim]} elements along dim {dim} are not {size} times whole blocks of {block}")
     data = np.split(copy.data, size, axis)
-    scales = [copy.scale_inv] * size if fmt.per_tensor else np.split(copy.scale_inv, size, axis)
+    scales = [copy.scale_inv] * size if fmt.one_scale else np.split(copy.scale_inv, size, axis)
     amaxes = np.split(copy.amax, size) if dim == 0 and np.size(copy.amax) > 1 else [copy.amax] * size
     return [
         dataclasses.replace(copy, data=d, scale_inv=s, amax=a) for d, s, a in zip(data, scales, amaxes, strict=True)
@@ -49,7 +49,7 @@ def join(parts: Sequence[Copy], dim: int = 0) -> Copy:
     """The whole tensor's copy from each rank's, gathered in rank order."""
     first, axis = parts[0], _axis(parts[0], dim)
     scale, amax = first.scale_inv, first.amax
-    if first.fmt.per_tensor:
+    if first.fmt.one_scale:
         assert all(np.array_equal(p.scale_inv, scale) for p in parts), "ranks quantized with scales of their own"
     else:
         scale = np.concatenate([p.scale_inv for p in parts], axis)
@@ -103,7 +103,7 @@ def columnwise_of(rowwise: Copy, *, square: bool = False) -> Copy:
             scale = of_squares.T.repeat(fmt.block_cols, axis=0)[:cols]
         else:
             scale = of_squares.repeat(fmt.block_cols, axis=1)[:, :cols]
-    elif not fmt.per_tensor:
+    elif not fmt.one_scale:
         scale = scale.T
     return dataclasses.replace(rowwise, columnwise=True, data=data, scale_inv=scale)
 

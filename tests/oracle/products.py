@@ -20,10 +20,10 @@ def _operand(copy: Copy) -> tuple[np.ndarray, np.ndarray, int]:
     if copy.columnwise and not copy.fmt.columnwise_transposed:
         data, scale = data.T, scale.T
     outer, k = data.shape
-    if copy.fmt.per_tensor:
+    if copy.fmt.one_scale:
         return data, np.broadcast_to(scale.reshape(1, 1), (outer, 1)), max(k, 1)
-    scale = scale.repeat(copy.fmt.block_rows, axis=0)[:outer]
-    return data, scale, copy.fmt.block_cols
+    scale = scale.repeat(copy.fmt.block_rows or outer, axis=0)[:outer]
+    return data, scale, copy.fmt.block_cols or max(k, 1)
 
 
 def full_alpha(alpha: float, a: Copy, b: Copy) -> np.ndarray:

@@ -11,11 +11,11 @@ from oracle.transform import hadamard
 
 
 def block_amax(ax: np.ndarray, block_rows: int, block_cols: int) -> np.ndarray:
-    """Amax of each block of `|x|` `[R, C]`: `[ceil(R/br), ceil(C/bc)]`, only finite values count; 0 x 0: `[1, 1]`."""
+    """Amax of each block of `|x|` `[R, C]`: `[ceil(R/br), ceil(C/bc)]`; only finite values count. A block of 0 is one
+    block of the whole extent."""
     ax = np.where(np.isfinite(ax), ax, np.float32(0))
-    if block_cols == 0:
-        return ax.max(initial=np.float32(0)).reshape(1, 1).astype(np.float32)
-    r, c = -(-ax.shape[0] // block_rows), -(-ax.shape[1] // block_cols)
+    r, c = (-(-n // block) if block else 1 for n, block in zip(ax.shape, (block_rows, block_cols), strict=True))
+    block_rows, block_cols = block_rows or max(ax.shape[0], 1), block_cols or max(ax.shape[1], 1)
     full = np.zeros((r * block_rows, c * block_cols), np.float32)
     full[: ax.shape[0], : ax.shape[1]] = ax
     return full.reshape(r, block_rows, c, block_cols).max(axis=(1, 3), initial=np.float32(0))

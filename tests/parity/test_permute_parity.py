@@ -149,8 +149,8 @@ def test_maps_that_lie(device):
 
 @pytest.mark.parametrize("fmt", [f.name for f in FORMATS if f.block_rows <= 1])
 def test_quantized(fmt, device):
-    per_tensor = next(f for f in FORMATS if f.name == fmt).per_tensor
-    quantizer = quantizer_for(fmt, columnwise=per_tensor)
+    one_scale = next(f for f in FORMATS if f.name == fmt).one_scale
+    quantizer = quantizer_for(fmt, columnwise=one_scale)
     x, probs = draw("qx", (48, 128), "bfloat16"), draw("qp", (48, E), "float32")
     mask = as_mask(top_k(cases.rng_for("moe-parity-q"), 48, E, K), E)
     out = []

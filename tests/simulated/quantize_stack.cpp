@@ -39,7 +39,7 @@ Status permuted_amax(const AmaxArgs&, const Execution&) { std::abort(); }
 Status quantize(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
   if (f.rule == ScaleRule::e8m0_ceil) return prepared<quantize_mxfp8>(args, exec);
-  const bool stream = f.per_tensor() && quantize_stream_fits(args);
+  const bool stream = f.one_scale() && quantize_stream_fits(args);
   return stream ? prepared<quantize_stream>(args, exec) : prepared<quantize_tiles>(args, exec);
 }
 Status column_sums(const TensorView&, const Source&, const TensorView&, const TensorView&, const Execution&) {
@@ -80,7 +80,7 @@ Case draw(std::mt19937& chance) {
       format, chance() % 5 + 1, extent(), extent(), chance() % 2 ? DType::bf16 : DType::f32, true, true, false, false,
       0};
   if (const unsigned side = chance() % 3) c.rowwise = side == 1, c.columnwise = side == 2;
-  c.scaled = row(FormatId{format}).per_tensor() && chance() % 2, c.accumulate = c.scaled && chance() % 2;
+  c.scaled = row(FormatId{format}).one_scale() && chance() % 2, c.accumulate = c.scaled && chance() % 2;
   c.shift = chance() % 3 ? 0 : bytes(c.dtype);
   return c;
 }
@@ -112,7 +112,7 @@ struct Outputs {
       return view(buffers.back().data(), dtype, shape);
     };
     const auto scales = [&](int64_t outer, int64_t inner) {
-      if (f.per_tensor()) return make(DType::f32, {c.count});
+      if (f.one_scale()) return make(DType::f32, {c.count});
       return make(DType::f32, {c.count, (outer + f.block_rows - 1) / f.block_rows, (inner + 127) / 128});
     };
     args.x = view(x, c.dtype, {c.count, c.m, c.k}), args.spec.format = FormatId{c.format};
@@ -122,7 +122,7 @@ struct Outputs {
       args.columnwise = {FormatId{c.format}, true, make(f.element, {c.count, c.k, c.m}), scales(c.k, c.m), {}};
     }
     // A large amax that is not cleared would remain; a small one grows.
-    if (f.per_tensor()) args.amax = make(DType::f32, {c.count}, c.accumulate ? 0x3F : 0x7E);
+    if (f.one_scale()) args.amax = make(DType::f32, {c.count}, c.accumulate ? 0x3F : 0x7E);
     if (c.scaled) args.scale = view(scale, DType::f32, {c.count});
     if (c.accumulate) args.amax_mode = AmaxMode::accumulate;
   }

@@ -14,11 +14,11 @@ class FormatRow:
     """One format.
 
     `element` and `scale` are dtype names as in torch, jax and ml_dtypes. A rowwise block has `block_rows x block_cols`
-    elements; (0, 0) means the whole tensor. `rule` is how a scale follows from its amax: "divide" (float32 division),
-    "e8m0_ceil" (power of two, rounded up) or "two_level" (E4M3, relative to an amax of the tensor or row, which is
-    stored with the copy). `columnwise` is the layout of the columnwise copy of an [M, K] tensor: "transposed" ([K, M])
-    or "row_major" ([M, K]). `tolerance` is the relative error of one round trip of a normal value: half an ulp of the
-    element.
+    elements, where 0 stands for the tensor's whole extent: (0, 0) is the whole tensor, (1, 0) a whole row. `rule` is
+    how a scale follows from its amax: "divide" (float32 division), "e8m0_ceil" (power of two, rounded up) or
+    "two_level" (E4M3, relative to an amax of the tensor or row, which is stored with the copy). `columnwise` is the
+    layout of the columnwise copy of an [M, K] tensor: "transposed" ([K, M]) or "row_major" ([M, K]). `tolerance` is the
+    relative error of one round trip of a normal value: half an ulp of the element.
     """
 
     name: str
@@ -31,8 +31,18 @@ class FormatRow:
     tolerance: float
 
     @property
-    def per_tensor(self) -> bool:
-        return self.block_cols == 0
+    def one_scale(self) -> bool:
+        """Whether the whole tensor has one scale. Its scales are [1], and a call may give the scale."""
+        return self.block_rows == self.block_cols == 0
+
+    @property
+    def tensor_amax(self) -> bool:
+        """Whether quantizing reads an amax of the whole tensor, or of a row, which is returned with the copies."""
+        return self.one_scale or self.two_level
+
+    def block(self, columnwise: bool) -> tuple[int, int]:
+        """Returns the rows and columns of the [M, K] tensor that share a scale of one copy; 0: all of them."""
+        return (self.block_cols, self.block_rows) if columnwise else (self.block_rows, self.block_cols)
 
     @property
     def two_level(self) -> bool:

@@ -28,5 +28,5 @@ DEFAULTS = GemmOptions()
 
 def check_gemm_options(op: str, options: GemmOptions, a: FormatRow, b: FormatRow) -> None:
     """**Raises** ValueError for options that a product of these formats does not have."""
-    if options.fast_accum and not (a.per_tensor and b.per_tensor):
+    if options.fast_accum and not (a.one_scale and b.one_scale):
         raise ValueError(f"{op}: fast_accum exists for per-tensor FP8 only, got {a.name} x {b.name}")

@@ -124,11 +124,15 @@ class Quantizer(Value):
         """
         sides = [side for side, wanted in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if wanted]
         names = [f"{side}_{part}" for side in sides for part in ("data", "scale_inv")]
-        if self.format.per_tensor or (self.format.two_level and self.rowwise):
+        if self.format.one_scale or (self.format.two_level and self.rowwise):
             names.append("amax")
         if self.format.two_level and self.columnwise:
             names.append("columnwise_amax")
         return tuple(names)
+
+    def copies_agree(self) -> bool:
+        """Whether both copies hold the same values, so that one of them determines the other."""
+        return self.format.block_rows == self.format.block_cols or bool(self.spec.flags & SQUARE)
 
     @property
     def needs_rng(self) -> bool:

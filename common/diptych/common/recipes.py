@@ -155,7 +155,7 @@ class Recipe(Value):
                 f"{type(self).__name__}: a Hadamard transform cancels only where both operands of wgrad carry it, "
                 f"got {a} and {b}"
             )
-        if self.fast_accum(gemm) and a and b and not (a.format.per_tensor and b.format.per_tensor):
+        if self.fast_accum(gemm) and a and b and not (a.format.one_scale and b.format.one_scale):
             raise ValueError(
                 f"{type(self).__name__}: fast accumulation exists for per-tensor FP8 only, and {gemm} multiplies "
                 f"{a.format.name} and {b.format.name}; leave use_split_accumulator=True"

@@ -15,7 +15,7 @@ struct Operand {
   DType element, scale_dtype;
   bool k_major;  // data is [k, outer]
   int64_t outer, k;
-  int64_t block_outer, block_k;  // block_k 0: one scale for the whole operand
+  int64_t block_outer, block_k;  // 0: the whole extent
   int64_t step_outer, step_k;    // the scale of (outer block i, k block j) lies at i * step_outer + j * step_k
   const uint8_t* data;
   const void* scale_inv;
@@ -42,9 +42,8 @@ inline Operand operand(const QuantizedView& q) {
     o.amax = q.amax.as<const float>();
     o.amax_each = q.amax.numel() != 1;
   }
-  if (f.per_tensor()) return o;
-  o.step_outer = o.k_major ? 1 : ceil_div(o.k, o.block_k);
-  o.step_k = o.k_major ? ceil_div(o.outer, o.block_outer) : 1;
+  o.step_outer = o.k_major ? 1 : block_count(o.k, f.block_cols);
+  o.step_k = o.k_major ? block_count(o.outer, f.block_rows) : 1;
   return o;
 }
 
@@ -75,8 +74,8 @@ inline void pack_scales(const Operand& o, int64_t first, int64_t n, int width, i
                         int64_t blocks, float* out) {
   for (int64_t b = begin; b < begin + blocks; ++b, out += width) {
     const int64_t j = o.block_k ? b * block / o.block_k : 0;
-    if (!o.block_k) {
-      std::fill(out, out + n, o.scale(0, 0));
+    if (!o.block_outer) {
+      std::fill(out, out + n, o.scale(0, j));
     } else if (o.block_outer == 1) {
       for (int64_t i = 0; i < n; ++i) out[i] = o.scale(first + i, j);
     } else {

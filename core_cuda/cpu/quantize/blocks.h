@@ -11,7 +11,7 @@
 namespace diptych::cpu {
 
 struct BlockedCopy {
-  int64_t rows, cols;      // block size in the tensor's orientation; per tensor: the whole tensor
+  int64_t rows, cols;      // block size in the tensor's orientation
   bool transposed;         // data is [k, m]
   int64_t step_i, step_j;  // the scale of block (i, j) lies at i * step_i + j * step_j
   uint8_t* data;
@@ -23,15 +23,11 @@ inline BlockedCopy blocked_copy(const FormatRow& f, const QuantizedView& q, int6
   c.data = q.data.as<uint8_t>();
   c.scale_inv = q.scale_inv.data;
   c.transposed = q.columnwise && f.columnwise == ColumnwiseLayout::transposed;
-  if (f.per_tensor()) {
-    c.rows = std::max<int64_t>(m, 1);
-    c.cols = std::max<int64_t>(k, 1);
-    return c;
-  }
-  c.rows = q.columnwise ? f.block_cols : f.block_rows;
-  c.cols = q.columnwise ? f.block_rows : f.block_cols;
-  c.step_i = c.transposed ? 1 : ceil_div(k, c.cols);
-  c.step_j = c.transposed ? ceil_div(m, c.rows) : 1;
+  const Block block = f.block(q.columnwise);
+  c.rows = block.rows ? block.rows : std::max<int64_t>(m, 1);
+  c.cols = block.cols ? block.cols : std::max<int64_t>(k, 1);
+  c.step_i = c.transposed ? 1 : block_count(k, block.cols);
+  c.step_j = c.transposed ? block_count(m, block.rows) : 1;
   return c;
 }
 

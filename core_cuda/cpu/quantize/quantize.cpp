@@ -108,7 +108,7 @@ void encode_tile(const Plan& p, const Copy& copy, const Tile& t, uint8_t* out, i
     p.simd.encode(p.format.element, p.in.dtype, t.x + i * t.ld * size, multiplier, p.bounded, width, t.cols,
                   out + i * ld);
   };
-  if (p.format.per_tensor()) {
+  if (p.format.one_scale()) {
     for (int64_t i = 0; i < t.rows; ++i) {
       if (t.amax) *t.amax = std::max(*t.amax, p.simd.amax(p.in.dtype, t.x + i * t.ld * size, t.cols));
       encode_row(i, &p.tensor_scale, t.cols);
@@ -127,7 +127,7 @@ void encode_tile(const Plan& p, const Copy& copy, const Tile& t, uint8_t* out, i
 
 // Copies the tile's scales from a copy that is already written to one whose blocks cover the same elements.
 void copy_scales(const Plan& p, const Copy& from, const Copy& to, const Tile& t) {
-  if (p.format.per_tensor()) return;
+  if (p.format.one_scale()) return;
   for (int64_t i = t.r0 / from.rows; i < ceil_div(t.r0 + t.rows, from.rows); ++i)
     for (int64_t j = t.c0 / from.cols; j < ceil_div(t.c0 + t.cols, from.cols); ++j) {
       const int64_t at = from.scale_at(i, j);
@@ -188,7 +188,7 @@ void quantize_tile(const Plan& p, const Copy* rowwise, const Copy* columnwise, T
 void choose_tile(Plan& p, const Copy* rowwise, const Copy* columnwise) {
   int64_t rows = 1, cols = 1;
   for (const Copy* c : {rowwise, columnwise}) {
-    if (!c || p.format.per_tensor()) continue;
+    if (!c || p.format.one_scale()) continue;
     rows = std::min(std::lcm(rows, c->rows), std::max<int64_t>(p.m, 1));
     cols = std::min(std::lcm(cols, c->cols), std::max<int64_t>(p.k, 1));
     p.staged |= c->rows > 1;
@@ -231,46 +231,14 @@ void tensor_scale(const QuantizeArgs& args, Plan& p, std::initializer_list<const
   }
 }
 
-Status run(const QuantizeArgs& args) {
-  const FormatRow& f = row(args.spec.format);
-  if ((f.element != DType::e4m3 && f.element != DType::e5m2) ||
-      f.scale != (f.rule == ScaleRule::divide ? DType::f32 : DType::e8m0))
-    return Status(Code::unsupported, std::string("quantize: the CPU kernels write float8_e4m3fn and float8_e5m2 with "
-                                                 "float32 (divide) or float8_e8m0fnu (e8m0_ceil) scales, not ") +
-                                         f.name + " (" + name(f.element) + ", " + name(f.scale) + ")");
-  const Input in(args.x, args.source);
-  Plan p{.simd = kernels(),
-         .format = f,
-         .scale = {f.rule, row(f.element).max, args.spec.eps, args.spec.has(kPow2), 0},
-         .in = in,
-         .staged = in.staged};
-  p.scale.value_for_inf = f.per_tensor() ? row(DType::f32).max : row(args.x.dtype).max;
-  if (args.column_sum.given()) column_sums(in, args.column_sum);
-
-  const bool square = args.spec.has(kSquare);
-  Copy copies[2] = {};
-  const Copy *rowwise = nullptr, *columnwise = nullptr;
-  if (args.rowwise.given()) rowwise = &(copies[0] = copy_of(f, args.rowwise, p.m, p.k, square));
-  if (args.columnwise.given()) columnwise = &(copies[1] = copy_of(f, args.columnwise, p.m, p.k, square));
+// Encodes copies tile by tile. `amax`: raised to the tensor's amax; null: not wanted.
+void encode(Plan p, const Copy* rowwise, const Copy* columnwise, float* amax) {
   p.any_transposed = columnwise && columnwise->transposed;
-
-  if (f.per_tensor()) {
-    tensor_scale(args, p, {rowwise, columnwise});
-    p.bounded = !args.scale.given() && args.amax_mode == AmaxMode::compute;
-    if (!p.any_transposed && !in.staged) {  // rows do not matter here, and one long row has no ragged ends
-      p.k *= p.m;
-      p.m = 1;
-    }
-  }
-  // With a given scale, the amax is computed while tiles are encoded, since the scale does not depend on it.
-  float* amax = args.scale.given() ? args.amax.as<float>() : nullptr;
-  if (amax && args.amax_mode == AmaxMode::compute) *amax = 0.0f;
-  if (p.m == 0 || p.k == 0) return Status();
-
   choose_tile(p, rowwise, columnwise);
+  const Input& in = p.in;
   const int64_t across = ceil_div(p.k, p.tile_cols), down = ceil_div(p.m, p.tile_rows), tiles = across * down;
   const auto tile = [&](int64_t i) {
-    if (f.per_tensor()) i = tiles - 1 - i;  // backwards: what the amax pass read last is still in cache
+    if (p.format.one_scale()) i = tiles - 1 - i;  // backwards: what the amax pass read last is still in cache
     // With a transposed copy, tiles run down the columns, so that the copy's rows are written in whole cache lines.
     const int64_t r0 = (p.any_transposed ? i % down : i / across) * p.tile_rows;
     const int64_t c0 = (p.any_transposed ? i / down : i % across) * p.tile_cols;
@@ -294,6 +262,65 @@ Status run(const QuantizeArgs& args) {
     }
   });
   for (const float of_task : amaxes) *amax = std::max(*amax, of_task);
+}
+
+// Stores the scales of whole rows and columns that have no elements: those of an amax of 0, whatever the bound.
+void empty_scales(const Plan& p, const QuantizedView& q) {
+  ScaleParams scale = p.scale;
+  scale.eps = 0;
+  const float amax = 0;
+  float by, inv;
+  uint8_t code;
+  p.simd.scales(scale, &amax, 1, &by, &inv, &code);
+  if (p.format.scale == DType::f32) std::fill_n(q.scale_inv.as<float>(), q.scale_inv.numel(), inv);
+  if (p.format.scale == DType::e8m0) std::fill_n(q.scale_inv.as<uint8_t>(), q.scale_inv.numel(), code);
+}
+
+Status run(const QuantizeArgs& args) {
+  const FormatRow& f = row(args.spec.format);
+  if ((f.element != DType::e4m3 && f.element != DType::e5m2) ||
+      f.scale != (f.rule == ScaleRule::divide ? DType::f32 : DType::e8m0))
+    return Status(Code::unsupported, std::string("quantize: the CPU kernels write float8_e4m3fn and float8_e5m2 with "
+                                                 "float32 (divide) or float8_e8m0fnu (e8m0_ceil) scales, not ") +
+                                         f.name + " (" + name(f.element) + ", " + name(f.scale) + ")");
+  const Input in(args.x, args.source);
+  Plan p{.simd = kernels(),
+         .format = f,
+         .scale = {f.rule, row(f.element).max, args.spec.eps, args.spec.has(kPow2), 0},
+         .in = in,
+         .staged = in.staged};
+  p.scale.value_for_inf = f.one_scale() ? row(DType::f32).max : row(args.x.dtype).max;
+  if (args.column_sum.given()) column_sums(in, args.column_sum);
+
+  const bool square = args.spec.has(kSquare);
+  Copy copies[2] = {};
+  const Copy *rowwise = nullptr, *columnwise = nullptr;
+  if (args.rowwise.given()) rowwise = &(copies[0] = copy_of(f, args.rowwise, p.m, p.k, square));
+  if (args.columnwise.given()) columnwise = &(copies[1] = copy_of(f, args.columnwise, p.m, p.k, square));
+
+  if (f.one_scale()) {
+    tensor_scale(args, p, {rowwise, columnwise});
+    p.bounded = !args.scale.given() && args.amax_mode == AmaxMode::compute;
+    if (!(columnwise && columnwise->transposed) &&
+        !in.staged) {  // rows do not matter here, and one long row has no ragged ends
+      p.k *= p.m;
+      p.m = 1;
+    }
+  }
+  // With a given scale, the amax is computed while tiles are encoded, since the scale does not depend on it.
+  float* amax = args.scale.given() ? args.amax.as<float>() : nullptr;
+  if (amax && args.amax_mode == AmaxMode::compute) *amax = 0.0f;
+  if (p.m == 0 || p.k == 0) {
+    for (const QuantizedView* q : {&args.rowwise, &args.columnwise})
+      if (q->given() && !f.one_scale()) empty_scales(p, *q);
+    return Status();
+  }
+  if ((f.block_rows == 0) == (f.block_cols == 0)) {
+    encode(p, rowwise, columnwise, amax);
+  } else {  // a tile with whole blocks of both copies would be the whole tensor
+    if (rowwise) encode(p, rowwise, nullptr, amax);
+    if (columnwise) encode(p, nullptr, columnwise, amax);
+  }
   for (Slot slot : {Slot::tile, Slot::bytes, Slot::scales}) scratch(slot).trim(1 << 20);
   return Status();
 }

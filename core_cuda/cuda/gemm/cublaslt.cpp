@@ -36,7 +36,7 @@ bool contraction_last(const QuantizedView& q) {
 
 bool scale_mode(const FormatRow& f, ScaleMode* mode) {
   if (f.scale != DType::f32 || (f.element != DType::e4m3 && f.element != DType::e5m2)) return false;
-  if (f.per_tensor()) {
+  if (f.one_scale()) {
     *mode = ScaleMode::scalar_32f;
   } else if (f.block_cols == 128 && f.block_rows == 1) {
     *mode = ScaleMode::vec128_32f;
@@ -63,8 +63,8 @@ bool describe(const GemmArgs& args, Problem* p) {
         {}};
   if (!scale_mode(fa, &p->a_mode) || !scale_mode(fb, &p->b_mode)) return false;
   if (p->a_e5m2 && p->b_e5m2) return false;
-  if (fa.per_tensor() != fb.per_tensor()) return false;
-  p->block_scales = !fa.per_tensor();
+  if (fa.one_scale() != fb.one_scale()) return false;
+  p->block_scales = !fa.one_scale();
   if (p->block_scales) {
     if (args.options.fast_accum || p->m % 4 != 0) return false;
     if (p->a_mode == ScaleMode::block128x128_32f && p->b_mode == ScaleMode::block128x128_32f) return false;

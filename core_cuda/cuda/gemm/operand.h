@@ -48,13 +48,13 @@ inline Status make_operand(const char* op, const QuantizedView& q, int64_t outer
   o->k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
   o->kind = f.scale == DType::e8m0   ? ScaleKind::e8m0
             : f.scale == DType::e4m3 ? ScaleKind::e4m3
-            : f.per_tensor()         ? ScaleKind::tensor
+            : f.one_scale()          ? ScaleKind::tensor
                                      : ScaleKind::block;
-  const unsigned block_outer = f.per_tensor() ? 1 : f.block_rows, block_k = f.per_tensor() ? 1 : f.block_cols;
+  const unsigned block_outer = f.one_scale() ? 1 : f.block_rows, block_k = f.one_scale() ? 1 : f.block_cols;
   // A fragment (16 k, or 8 outer x 4 k) and a tile of 64 k must not straddle the blocks whose scale they take.
-  const bool fits = f.per_tensor() || (std::has_single_bit(block_outer) && std::has_single_bit(block_k) &&
-                                       block_k % (o->kind == ScaleKind::block ? kTileK : 16) == 0);
-  if (!fits || (f.per_tensor() && o->kind != ScaleKind::tensor)) return unsupported("the blocks");
+  const bool fits = f.one_scale() || (std::has_single_bit(block_outer) && std::has_single_bit(block_k) &&
+                                      block_k % (o->kind == ScaleKind::block ? kTileK : 16) == 0);
+  if (!fits || (f.one_scale() && o->kind != ScaleKind::tensor)) return unsupported("the blocks");
   if (e2m1 && (o->k_major || k % 16 != 0)) return unsupported("the layout");
   o->outer_shift = std::countr_zero(block_outer), o->k_shift = std::countr_zero(block_k);
   o->scale_stride_outer = o->k_major ? 1 : ceil_div(k, block_k);

@@ -19,11 +19,11 @@ int64_t whole(int64_t bytes) { return ceil_div(bytes, kPart) * kPart; }
 bool decodes(const FormatRow& f) {
   if (f.element == DType::e2m1) return f.scale == DType::e4m3 && f.columnwise == ColumnwiseLayout::transposed;
   const bool fp8 = f.element == DType::e4m3 || f.element == DType::e5m2;
-  return fp8 && (f.per_tensor() ? f.scale == DType::f32 : f.scale == DType::e8m0);
+  return fp8 && (f.one_scale() ? f.scale == DType::f32 : f.scale == DType::e8m0);
 }
 
 bool suits(const FormatRow& a, const FormatRow& b) {
-  return decodes(a) && decodes(b) && !(a.per_tensor() && b.per_tensor());
+  return decodes(a) && decodes(b) && !(a.one_scale() && b.one_scale());
 }
 
 // A product whose decoded operands take more than kMost bytes is cut into pieces: whole launches, one after the other,
@@ -123,8 +123,8 @@ Status multiply_piece(const char* op, GroupedGemmArgs args, const NativeShape& w
   p.units_ahead = units_ahead(at.units_k, p.decoded[0].each.k_major + p.decoded[1].each.k_major);
   p.units_k = static_cast<int>(at.units_k), p.units = reinterpret_cast<uint32_t*>(base);
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
-  if (fa.per_tensor()) p.a_scale = args.a.scale_inv.as<const float>();
-  if (fb.per_tensor()) p.b_scale = b.scale_inv.as<const float>();
+  if (fa.one_scale()) p.a_scale = args.a.scale_inv.as<const float>();
+  if (fb.one_scale()) p.b_scale = b.scale_inv.as<const float>();
   if (fa.rule == ScaleRule::two_level) {
     p.a_amax_step = amax_step(args.a.amax, 1);
     p.a_amax = args.a.amax.as<const float>() + cut.m0 * p.a_amax_step;

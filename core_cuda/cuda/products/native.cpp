@@ -19,11 +19,11 @@ constexpr int64_t kMostTiles = (int64_t{1} << 31) - 1024;  // tiles are counted 
 bool suits(const FormatRow& f) {
   const bool fp8 = f.element == DType::e4m3 || f.element == DType::e5m2;
   const bool block = f.block_cols == kNativeTileK && (f.block_rows == 1 || f.block_rows == 128);
-  return fp8 && f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);
+  return fp8 && f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.one_scale() || block);
 }
 
 Promotion promotion_of(const GroupedGemmArgs& args) {
-  if (row(args.a.format).per_tensor()) return args.options.fast_accum ? Promotion::none : Promotion::plain;
+  if (row(args.a.format).one_scale()) return args.options.fast_accum ? Promotion::none : Promotion::plain;
   return row(args.b.format).block_rows == 128 ? Promotion::columns : Promotion::full;
 }
 
@@ -54,7 +54,7 @@ bool rows_unaligned(const GroupedGemmArgs& args, const NativeShape& s) {
   return !lines || (args.beta != 0.0f && !aligned(args.c.data, kAlign));
 }
 
-int shift_of(const FormatRow& f) { return f.per_tensor() ? 0 : std::countr_zero(static_cast<unsigned>(f.block_rows)); }
+int shift_of(const FormatRow& f) { return f.one_scale() ? 0 : std::countr_zero(static_cast<unsigned>(f.block_rows)); }
 
 }  // namespace
 
@@ -109,11 +109,11 @@ Status make_native_args(const GroupedGemmArgs& args, const NativeShape& s, const
 
 bool grouped_gemm_native_fits(const GroupedGemmArgs& args) {
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
-  if (!suits(fa) || !suits(fb) || fa.per_tensor() != fb.per_tensor()) return false;
+  if (!suits(fa) || !suits(fb) || fa.one_scale() != fb.one_scale()) return false;
   const NativeShape s = native_shape(args);
   if (s.k % kAlign != 0) return false;
   // One product instruction takes 32 k, and each block scale covers 128 k.
-  if (args.kind == GroupKind::depth && args.align % (fa.per_tensor() ? 32 : kNativeTileK) != 0) return false;
+  if (args.kind == GroupKind::depth && args.align % (fa.one_scale() ? 32 : kNativeTileK) != 0) return false;
   if (args.offsets.given() && rows_unaligned(args, s)) return false;
   if (!aligned(args.a.data.data, kAlign) || !aligned(args.b.data.data, kAlign)) return false;
   const Promotion promotion = promotion_of(args);
@@ -137,9 +137,9 @@ Status multiply_native(const GroupedGemmArgs& args, bool tall, const Execution& 
   p.a_shift = shift_of(fa), p.b_shift = shift_of(fb);
   p.scale_k = static_cast<int>(ceil_div(s.k, kNativeTileK));
   p.whole_scales = p.scale_k % 4 == 0 && aligned(p.a_scale, kAlign) && aligned(p.b_scale, kAlign);
-  p.b_scale_stack = fb.per_tensor() ? 1 : ceil_div(s.n, fb.block_rows) * p.scale_k;
+  p.b_scale_stack = fb.one_scale() ? 1 : ceil_div(s.n, fb.block_rows) * p.scale_k;
   if (l.blocks == 0) return {};
-  return fa.per_tensor() ? launch_native_tensor(p, l, exec) : launch_native_block(p, l, exec);
+  return fa.one_scale() ? launch_native_tensor(p, l, exec) : launch_native_block(p, l, exec);
 }
 
 Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec) {

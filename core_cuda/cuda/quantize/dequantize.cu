@@ -163,10 +163,11 @@ Status dequantize(const DequantizeArgs& args, const Execution& exec) {
   p.e8m0 = f.scale == DType::e8m0;
   if (two_level) p.amax = args.q.amax.as<const float>(), p.amax_step = args.q.amax.numel() == 1 ? 0 : 1;
   const bool turned = columnwise && !p.transposed;  // blocks run down the tensor's rows
-  p.block_rows = f.per_tensor() ? p.rows : turned ? f.block_cols : f.block_rows;
-  p.block_cols = f.per_tensor() ? p.cols : turned ? f.block_rows : f.block_cols;
-  p.scale_cols = ceil_div(p.cols, p.block_cols);
-  p.by_row = f.per_tensor() || p.block_cols % 8 == 0;
+  const Block block = f.block(turned);
+  p.block_rows = block.rows ? block.rows : p.rows;
+  p.block_cols = block.cols ? block.cols : p.cols;
+  p.scale_cols = block_count(p.cols, block.cols);
+  p.by_row = block.cols % 8 == 0;
   if (!p.by_row && p.block_rows % 8 != 0) {
     return {Code::unsupported, std::string("dequantize: no CUDA kernel for the blocks of format ") + f.name};
   }

@@ -14,7 +14,7 @@ namespace diptych::cuda {
 DivideRule divide_rule(const QuantizeArgs& args) {
   const FormatRow& f = row(args.spec.format);
   // Per-tensor scaling overflows to FLT_MAX, block scaling to the input dtype's largest finite value (NUMERICS 2).
-  const float value_for_inf = f.per_tensor() ? std::numeric_limits<float>::max() : row(args.x.dtype).max;
+  const float value_for_inf = f.one_scale() ? std::numeric_limits<float>::max() : row(args.x.dtype).max;
   // An empty tensor's scale is 1, whatever eps is (NUMERICS 6).
   const Extent e = encoded_extent(args.x, args.source);
   const bool empty = e.rows * e.cols == 0 && args.amax_mode == AmaxMode::compute;
@@ -43,7 +43,7 @@ Status prepare_quantize(const QuantizeArgs& args, const Execution& exec) {
   if (args.column_sum.given()) {
     DIPTYCH_TRY(column_sums(args.x, args.source, args.column_sum, args.workspace, exec));
   }
-  return row(args.spec.format).per_tensor() ? prepare_amax(args, exec) : Status();
+  return row(args.spec.format).one_scale() ? prepare_amax(args, exec) : Status();
 }
 
 namespace {
@@ -57,7 +57,7 @@ QuantizeArgs rows_of(const QuantizeArgs& args) {
 }  // namespace
 
 bool quantize_permuted_split_fits(const QuantizeArgs& args) {
-  const bool block = !row(args.spec.format).per_tensor();
+  const bool block = !row(args.spec.format).one_scale();
   return block && args.rowwise.given() && args.columnwise.given() && quantize_permuted_rows_fits(rows_of(args));
 }
 
@@ -77,7 +77,7 @@ constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass still
 Status quantize_stack(const QuantizeStackArgs& of, const Execution& exec) {
   const QuantizeArgs& args = of.stack;
   const int64_t count = args.x.shape[0];
-  const bool computes = row(args.spec.format).per_tensor() && args.amax_mode == AmaxMode::compute;
+  const bool computes = row(args.spec.format).one_scale() && args.amax_mode == AmaxMode::compute;
   if (!computes || args.scale.given()) {
     if (computes) DIPTYCH_TRY(clear_amax(args.amax, exec));
     return quantize_tile_stack(args, exec);
@@ -100,7 +100,7 @@ Status quantize_many(const QuantizeManyArgs& args, const Execution& exec) {
   const std::span<const QuantizeArgs> calls = args.each;
   const FormatRow& f = row(calls.front().spec.format);
   if (f.rule == ScaleRule::e8m0_ceil) return mxfp8_many(calls, exec);
-  const bool computes = f.per_tensor() && calls.front().amax_mode == AmaxMode::compute;
+  const bool computes = f.one_scale() && calls.front().amax_mode == AmaxMode::compute;
   if (!computes || calls.front().scale.given()) {
     if (computes) DIPTYCH_TRY(clear_amaxes(calls, exec));
     return tile_many(calls, exec);

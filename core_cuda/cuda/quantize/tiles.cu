@@ -254,7 +254,7 @@ Status run(const TileArgs& p, Scaling scaling, int64_t tiles, const Execution& e
 }
 
 Scaling scaling_of(const FormatRow& f) {
-  return f.per_tensor() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
+  return f.one_scale() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
 }
 
 }  // namespace
@@ -263,7 +263,7 @@ TileArgs tile_args(const QuantizeArgs& args) {
   TileArgs p{};
   p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k, p.rule = divide_rule(args);
   p.tiles_m = static_cast<unsigned>(ceil_div(p.m, kTile)), p.tiles_k = static_cast<unsigned>(ceil_div(p.k, kTile));
-  if (row(args.spec.format).per_tensor()) p.from = tensor_scale(args);
+  if (row(args.spec.format).one_scale()) p.from = tensor_scale(args);
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<float>();
     p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;

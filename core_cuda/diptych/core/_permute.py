@@ -156,7 +156,8 @@ def invert_map(row_id_map: Array, rows: int) -> RowMap:
 def absent_scale(quantizer: Quantizer) -> int:
     """Returns, as an integer, the first four bytes of the block scales that `quantizer` gives a row of zeros."""
     fmt = quantizer.format
-    zeros = np.zeros((fmt.block_cols, 4 * fmt.block_cols), np.float32)
+    rows = max(fmt.block_cols, 1)
+    zeros = np.zeros((rows, 4 * rows), np.float32)
     plain = quantizer.with_usage(rowwise=True, columnwise=False)
     rng = {"rng": np.zeros(4, np.int32)} if quantizer.needs_rng else {}
     made = quantize(zeros, plain, **rng).rowwise_scale_inv
@@ -172,10 +173,11 @@ def moved_parts(quantizer: Quantizer) -> dict[str, int]:
     fmt = quantizer.format
     if not quantizer.rowwise:
         raise ValueError(f"permute: {quantizer} makes no rowwise copy, which is what moves")
-    if fmt.block_rows > 1:
-        raise ValueError(f"permute: blocks of {fmt.name} span {fmt.block_rows} rows, which part when rows move")
+    if fmt.block_rows != 1 and not fmt.one_scale:
+        rows = fmt.block_rows or "all"
+        raise ValueError(f"permute: blocks of {fmt.name} span {rows} rows, which part when rows move")
     parts = {"rowwise_data": 0}
-    if not fmt.per_tensor:
+    if not fmt.one_scale:
         parts["rowwise_scale_inv"] = absent_scale(quantizer)
     if quantizer.spec.flags & ROW_AMAX:
         parts["amax"] = 0
@@ -196,7 +198,7 @@ def _moved_shape(x: Array, row_map: RowMap) -> tuple[int, ...]:
 
 
 def _moved(q: QuantizedArray, row_map: RowMap) -> tuple[QuantizedArray, list[tuple[_Operand, _Operand, int]]]:
-    fmt, columns = q.quantizer.format, q.quantizer.columnwise and q.quantizer.format.per_tensor
+    fmt, columns = q.quantizer.format, q.quantizer.columnwise and q.quantizer.format.one_scale
     dtypes = {"rowwise_data": fmt.data, "rowwise_scale_inv": fmt.scale, "amax": "float32"}
     made: dict[str, Any] = {"amax": q.amax, "rowwise_scale_inv": q.rowwise_scale_inv}
     planes = []

@@ -22,18 +22,27 @@ enum class ColumnwiseLayout : int32_t {
 
 enum class FormatId : int32_t {};  // an index into the table
 
+// The extents of a block; 0 stands for the tensor's whole extent.
+struct Block {
+  int32_t rows, cols;
+};
+
 struct FormatRow {
   const char* name;
   DType element;
   DType scale;
-  int32_t block_rows;  // a rowwise block is block_rows x block_cols elements; 0 x 0 is the whole tensor
+  int32_t block_rows;  // a rowwise block is block_rows x block_cols elements; 0: the tensor's whole extent
   int32_t block_cols;
   ScaleRule rule;
   ColumnwiseLayout columnwise;
   float
       tolerance;  // relative error of one quantize-dequantize round trip of a normal value: half an ulp of the element
 
-  constexpr bool per_tensor() const { return block_cols == 0; }
+  constexpr bool one_scale() const { return block_rows == 0 && block_cols == 0; }
+  // The block of one copy, in the tensor's orientation.
+  constexpr Block block(bool columnwise_copy) const {
+    return columnwise_copy ? Block{block_cols, block_rows} : Block{block_rows, block_cols};
+  }
   constexpr int32_t pack() const { return element == DType::e2m1 ? 2 : 1; }              // elements in a byte
   constexpr DType data() const { return element == DType::e2m1 ? DType::u8 : element; }  // dtype of the payload
   // Whether a tensor may end inside a block: packed formats take whole blocks only.
@@ -59,16 +68,18 @@ inline constexpr int32_t kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 constexpr bool valid(FormatId id) { return static_cast<int32_t>(id) >= 0 && static_cast<int32_t>(id) < kFormatCount; }
 constexpr const FormatRow& row(FormatId id) { return kFormats[static_cast<int32_t>(id)]; }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// The number of blocks along an extent. A block of the whole extent exists even if the extent is 0.
+constexpr int64_t block_count(int64_t extent, int32_t block) { return block == 0 ? 1 : ceil_div(extent, block); }
 
 // The shape of the scales of one copy of an [m, k] tensor, in the orientation of that copy's data.
 struct ScaleShape {
   int64_t rows, cols;
 };
 constexpr ScaleShape scale_shape(const FormatRow& f, bool columnwise, int64_t m, int64_t k) {
-  if (f.per_tensor()) return {1, 1};
-  if (!columnwise) return {ceil_div(m, f.block_rows), ceil_div(k, f.block_cols)};
-  if (f.columnwise == ColumnwiseLayout::transposed) return {ceil_div(k, f.block_rows), ceil_div(m, f.block_cols)};
-  return {ceil_div(m, f.block_cols), ceil_div(k, f.block_rows)};
+  const Block block = f.block(columnwise);
+  const int64_t down = block_count(m, block.rows), across = block_count(k, block.cols);
+  const bool turned = columnwise && f.columnwise == ColumnwiseLayout::transposed;
+  return turned ? ScaleShape{across, down} : ScaleShape{down, across};
 }
 
 }  // namespace diptych

@@ -36,7 +36,7 @@ Status contract::result(const char* op, const TensorView& d, const TensorView& c
 }
 
 Status contract::options(const char* op, const GemmOptions& options, const QuantizedView& a, const QuantizedView& b) {
-  if (!options.fast_accum || (row(a.format).per_tensor() && row(b.format).per_tensor())) return {};
+  if (!options.fast_accum || (row(a.format).one_scale() && row(b.format).one_scale())) return {};
   return {Code::value, std::string(op) + ": fast_accum exists for per-tensor FP8 only, got " + row(a.format).name +
                            " x " + row(b.format).name};
 }

@@ -17,9 +17,10 @@ bool transposed(const QuantizedView& q) {
 
 // If the format has no ragged blocks, k is a multiple of the block, and m too where blocks run along it.
 Status whole_blocks(const char* op, const FormatRow& f, int64_t m, int64_t k, bool along_m) {
-  if (f.ragged() || (k % f.block_cols == 0 && (!along_m || m % f.block_cols == 0))) return {};
+  const int32_t unit = f.block_cols ? f.block_cols : f.pack();
+  if (f.ragged() || (k % unit == 0 && (!along_m || m % unit == 0))) return {};
   return {Code::shape, std::string(op) + ": " + f.name + " needs a last dimension that is a multiple of " +
-                           std::to_string(f.block_cols) +
+                           std::to_string(unit) +
                            (along_m ? ", and as many rows for a columnwise copy or square blocks" : "") + ", got " +
                            shape_text({m, k})};
 }
@@ -55,7 +56,7 @@ Status copy(const char* op, const char* arg, const QuantizedView& q, int64_t m, 
   DIPTYCH_TRY(present(op, scale_name.c_str(), q.scale_inv, device));
   DIPTYCH_TRY(of_dtype(op, scale_name.c_str(), q.scale_inv, f.scale));
   const ScaleShape s = scale_shape(f, q.columnwise, m, k);
-  if (f.per_tensor()) return of_numel(op, scale_name.c_str(), q.scale_inv, 1);
+  if (f.one_scale()) return of_numel(op, scale_name.c_str(), q.scale_inv, 1);
   return of_shape(op, scale_name.c_str(), q.scale_inv, s.rows, s.cols);
 }
 
@@ -123,6 +124,8 @@ Status options(const QuantizeArgs& a) {
   if (!divide && (a.spec.has(kPow2) || a.spec.eps != 0.0f))
     return refuse("the format has a scale rule of its own; pow2 and eps do not apply");
   if (divide && square) return refuse("the format has no square variant; a format of its own has 2-D blocks");
+  if (square && (f.block_rows == 0 || f.block_cols == 0))
+    return refuse("the format has no square variant: its block is a whole row or a whole column");
   if (!two_level && (a.spec.flags & (kRowAmax | kRht | kRhtSigns | kStochastic)))
     return refuse("the format has no amax per row, Hadamard transform or stochastic rounding");
   if (square && (a.spec.flags & (kRowAmax | kRht | kStochastic)))
@@ -136,7 +139,7 @@ Status options(const QuantizeArgs& a) {
       return refuse("the Hadamard transform is for the columnwise copy, which was not asked for");
     DIPTYCH_TRY(rotatable(op, a.x, a.source));
   }
-  if (given && !f.per_tensor()) return refuse("a scale is for per-tensor formats");
+  if (given && !f.one_scale()) return refuse("a scale is for per-tensor formats");
   if (given && (a.spec.has(kPow2) || a.spec.eps != 0.0f)) return refuse("scale was given; pow2 and eps do not apply");
   if (given && a.amax_mode == AmaxMode::given) return refuse("scale and amax were both given; the scale alone decides");
   if (!given && a.amax_mode == AmaxMode::accumulate) return refuse("an amax accumulates only if a scale is given");
@@ -157,10 +160,10 @@ Status scaling(const QuantizeArgs& a, const Device& device) {
     return {Code::value, std::string(op) + ": " + name + of + " is neither read nor written here; " +
                              (two_level ? "each copy that is wanted has one" : "amax is for per-tensor formats")};
   };
-  DIPTYCH_TRY(one("amax", a.amax, f.per_tensor() || (two_level && a.rowwise.given()),
+  DIPTYCH_TRY(one("amax", a.amax, f.one_scale() || (two_level && a.rowwise.given()),
                   a.spec.has(kRowAmax) ? encoded_extent(a.x, a.source).rows : 1));
   DIPTYCH_TRY(one("columnwise_amax", a.columnwise_amax, two_level && a.columnwise.given(), 1));
-  if (!f.per_tensor() && !two_level && a.amax_mode != AmaxMode::compute)
+  if (!f.one_scale() && !two_level && a.amax_mode != AmaxMode::compute)
     return {Code::value,
             std::string(op) + ": amax is for per-tensor and two-level formats; " + f.name + " takes one per block"};
   if (a.scale.given()) DIPTYCH_TRY(floats(op, ("scale" + of).c_str(), a.scale, 1, device));

@@ -112,7 +112,7 @@ def _product(
     a, b = operands
     if a is None or b is None:
         return {"level": "high precision", "kernel": "", "note": "the framework's own product"}
-    block = max(q.format.block_cols for q in (a, b)) if max(a.format.pack, b.format.pack) > 1 else 1
+    block = max(q.format.block_cols or q.format.pack for q in (a, b)) if max(a.format.pack, b.format.pack) > 1 else 1
     if any(extent % block for extent in mnk):
         return {"level": "refused", "kernel": "", "note": f"extents must be multiples of {block}"}
     row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, dtype, backend, index, *options)

@@ -13,6 +13,7 @@ from diptych import core
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FORMATS
 from diptych.common.ops import shapes
+from diptych.common.ops.permute import require_movable
 from diptych.common.quantizers import (
     ROW_AMAX,
     Float8BlockQuantizer,
@@ -20,6 +21,7 @@ from diptych.common.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from quantizers import InventedQuantizer
 
 QUANTIZERS = tuple(
     make(fp8_dtype=element)
@@ -121,6 +123,29 @@ def test_buffers_are_what_the_oracle_makes(quantizer):
             if name.endswith("data"):
                 columnwise_data = name.startswith("columnwise")
                 assert shapes.copy_extents(q.format, columnwise_data, b.shape) == shapes.rows_cols(shape)
+
+
+@pytest.mark.parametrize("block", [(1, 0), (0, 1), (5, 0), (0, 0)])
+def test_blocks_of_whole_extents(block):
+    """They are counted even where an extent is 0, and on symbolic sizes."""
+    invented = InventedQuantizer(block=block)
+    for m, k in ((3, 5), (0, 5), (5, 0)):
+        want = oracle.quantize(np.zeros((m, k), np.float32), oracle.Fmt("e4m3", "float32", *block, "divide", True))
+        for columnwise, made in ((False, want.rowwise_scale_inv), (True, want.columnwise_scale_inv)):
+            assert shapes.scale_shape(invented.format, columnwise, m, k) == made.shape, (m, k, columnwise)
+            symbolic = shapes.scale_shape(invented.format, columnwise, Size("m"), Size("k"))
+            assert concrete(symbolic, m=m, k=k) == made.shape
+    assert invented.copies_agree() == (block == (0, 0)) == invented.format.one_scale == invented.format.tensor_amax
+    assert ("amax" in invented.buffer_names()) == invented.format.tensor_amax
+
+
+def test_rows_move_if_no_scale_is_that_of_several():
+    whole_row, whole_column = (InventedQuantizer(block=block).format for block in ((1, 0), (0, 1)))
+    require_movable("permute", whole_row, True, False)
+    with pytest.raises(ValueError, match=r"columnwise copy .* run along all tokens, which part"):
+        require_movable("permute", whole_row, True, True)
+    with pytest.raises(ValueError, match="span all rows, which part"):
+        require_movable("permute", whole_column, True, False)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.format.name)

@@ -202,12 +202,12 @@ def kernels_of(case: cases.GemmCase) -> set[str]:
     m, n, k = case.mnk
     if min(case.mnk) > 0 and (case.a_format, case.b_format) in cases.DECODED_PAIRS:
         return {DECODED}
-    if not (a.rule == b.rule == "divide" and a.per_tensor == b.per_tensor and min(case.mnk) > 0 and k % 16 == 0):
+    if not (a.rule == b.rule == "divide" and a.one_scale == b.one_scale and min(case.mnk) > 0 and k % 16 == 0):
         return {EMULATED}
     if case.mnk in LARGE_SHAPES:
         return {NATIVE}
     refused = a.element == b.element == "e5m2" or a.block_rows == b.block_rows == 128 or n % 16
-    library = CUBLASLT if a.per_tensor else BLOCKS
+    library = CUBLASLT if a.one_scale else BLOCKS
     return {REST} if refused else {library} if m % 16 == 0 else {library, REST}
 
 

@@ -143,7 +143,7 @@ def cut(q: core.QuantizedArray, at: slice) -> core.QuantizedArray:
         ("rowwise", "columnwise"), (("data", fmt.pack), ("scale_inv", fmt.block_cols))
     ):
         array, columnwise = getattr(q, f"{side}_{part}"), side == "columnwise"
-        if part == "scale_inv" and fmt.per_tensor:
+        if part == "scale_inv" and fmt.one_scale:
             made[f"{side}_{part}"] = array
             continue
         rows = slice(at.start // unit, at.stop // unit) if columnwise else at
@@ -188,7 +188,7 @@ def test_nothing_to_sum_is_zero_whatever_multiplies_it(device):
 
         def spoiled(copy: oracle.Copy) -> oracle.Copy:
             nan = np.float32(np.nan)
-            scale = np.full_like(copy.scale_inv, nan) if copy.fmt.per_tensor else copy.scale_inv
+            scale = np.full_like(copy.scale_inv, nan) if copy.fmt.one_scale else copy.scale_inv
             return dataclasses.replace(copy, scale_inv=scale, amax=None if copy.amax is None else copy.amax * nan)
 
         a, like = spoiled(problem.a), spoiled(problem.like)

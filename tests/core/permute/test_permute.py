@@ -342,7 +342,7 @@ def test_quantized_rows(fmt):
         "e8m0_ceil": [MXFP8Quantizer],
         "divide": [lambda **k: Float8BlockQuantizer(block_scaling_dim=1 if fmt.block_rows == 1 else 2, **k)],
         "two_level": [NVFP4Quantizer, lambda: NVFP4Quantizer(row_scaled_nvfp4=True)],
-    }["tensor" if fmt.per_tensor else fmt.rule]
+    }["tensor" if fmt.one_scale else fmt.rule]
     for make in quantizers:
         q = core.quantize(x, make(**fp8))
         if fmt.block_rows > 1:
@@ -350,9 +350,9 @@ def test_quantized_rows(fmt):
                 core.permute(q, m)
             continue
         got = core.permute(q, m)
-        assert got.shape == (m.rows, 256) and got.quantizer.columnwise == fmt.per_tensor
+        assert got.shape == (m.rows, 256) and got.quantizer.columnwise == fmt.one_scale
         own = {"amax": q.amax} if q.amax is not None and q.amax.size == 1 else {}
-        want = core.quantize(core.permute(x, m), q.quantizer.with_usage(columnwise=fmt.per_tensor), **own)
+        want = core.quantize(core.permute(x, m), q.quantizer.with_usage(columnwise=fmt.one_scale), **own)
         for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax"):
             if getattr(want, name) is not None:
                 runner.same_bits(getattr(got, name), getattr(want, name), f"{name} of {fmt.name}")

@@ -233,7 +233,7 @@ def test_numpy_face(quantizer):
     runner.same_bits(core.quantize(x, quantizer, **state).rowwise_data, want.rowwise_data, fmt)
     if state:
         return
-    given = {"amax": np.array([7.0], np.float32)} if quantizer.format.per_tensor or packed else {}
+    given = {"amax": np.array([7.0], np.float32)} if quantizer.format.one_scale or packed else {}
     given |= {"columnwise_amax": np.array([9.0], np.float32)} if packed else {}
     q, want = core.quantize(x, quantizer, **given), oracle.quantize(x, fmt, **oracle_options(quantizer), **given)
     for name in BUFFERS:

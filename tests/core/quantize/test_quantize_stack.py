@@ -170,7 +170,7 @@ def arguments(be: Any, fmt: str = "fp8_e4m3_1x128") -> tuple[runner.Outputs, dic
         args[name] = None if getattr(like, name) is None else out.new(name, (2,), "float32")
     for side in ("rowwise", "columnwise"):
         for part, dtype in (("data", runner.payload(fmt)), ("scale_inv", runner.ROWS[fmt]["scale"])):
-            array, whole = getattr(like, f"{side}_{part}"), part == "scale_inv" and like.fmt.per_tensor
+            array, whole = getattr(like, f"{side}_{part}"), part == "scale_inv" and like.fmt.one_scale
             args[f"{side}_{part}"] = out.new(f"{side}_{part}", (2, *(() if whole else array.shape)), dtype)
     return out, {**args, "rng": None, "stack": True}
 

@@ -154,7 +154,7 @@ def to_stack(copies: list[oracle.Copy], like: oracle.Copy, fmt: str) -> Copy:
         return jnp.asarray(arrays.reshape(len(copies), *(() if whole else one.shape)))
 
     amax = None if like.amax is None else together("amax", np.size(like.amax) == 1)
-    return Copy(together("data", False), together("scale_inv", like.fmt.per_tensor), amax, fmt, like.columnwise)
+    return Copy(together("data", False), together("scale_inv", like.fmt.one_scale), amax, fmt, like.columnwise)
 
 
 def added(case: Case) -> Case:

@@ -32,7 +32,7 @@ def row_map():
 
 def alone(kind):
     """A quantizer of copies whose rows can move: no columnwise one whose blocks run along tokens."""
-    return kind.quantizer.with_usage(columnwise=kind.quantizer.format.per_tensor)
+    return kind.quantizer.with_usage(columnwise=kind.quantizer.format.one_scale)
 
 
 def quantized(kind, name="x", **options):
@@ -54,7 +54,7 @@ def same_moved(got, q, m, label):
             want = oracle.permute(bits, m)
         elif name == "columnwise_data":
             want = oracle.permute_columns(bits, m)
-        elif name == "rowwise_scale_inv" and not fmt.per_tensor:
+        elif name == "rowwise_scale_inv" and not fmt.one_scale:
             fill = ABSENT[fmt.scale]
             want = oracle.permute(bits, m, fill if fill.dtype == np.uint8 else fill.view(np.uint32))
         elif name == "amax" and old.shape == (T,):
@@ -88,7 +88,7 @@ def test_every_format(kind, as_bytes, device):
 @pytest.mark.parametrize("fmt", [f.name for f in FORMATS if f.block_rows <= 1])
 def test_padding_is_what_zeros_quantize_to(fmt):
     """Quantizing permuted rows by the same amax gives the same planes."""
-    quantizer = tools.quantizer(fmt, columnwise=format_by_name(fmt).per_tensor)
+    quantizer = tools.quantizer(fmt, columnwise=format_by_name(fmt).one_scale)
     x = tools.normal("zeros", (T, H))
     q, m = dj.quantize(x, quantizer), row_map()
     own = {"amax": q.amax} if q.amax is not None else {}
@@ -156,7 +156,7 @@ def test_checkpoint(policy):
     assert np.isfinite(np.asarray(got)).all()
 
 
-@pytest.mark.parametrize("name", [n for n, k in tools.KINDS.items() if not k.quantizer.format.per_tensor])
+@pytest.mark.parametrize("name", [n for n, k in tools.KINDS.items() if not k.quantizer.format.one_scale])
 def test_blocks_along_tokens_are_refused(name):
     kind = tools.KINDS[name]
     fmt, x = kind.quantizer.format, tools.normal("blocks", (T, H), kind.dtype)

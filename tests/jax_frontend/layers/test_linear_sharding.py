@@ -125,7 +125,7 @@ def test_amax_group_gives_the_bits_of_one_device(mesh, kind, wrap):
     whole = dj.quantize(x, quantizer, **state)
     specs = {"rowwise_data": P("i"), "columnwise_data": P(None, "i"), "amax": P(), "columnwise_amax": P()}
     specs |= {"rowwise_scale_inv": P("i"), "columnwise_scale_inv": P(None, "i")}
-    if quantizer.format.per_tensor:
+    if quantizer.format.one_scale:
         specs |= {"rowwise_scale_inv": P(), "columnwise_scale_inv": P()}  # typed as equal everywhere
     by_row = bool(quantizer.spec.flags & ROW_AMAX)
     if by_row:

@@ -62,7 +62,7 @@ def test_vmap_of_sums_and_amaxes(wrap):
 def test_another_state_for_each_example_of_one_tensor(kind):
     """Amaxes, scales and random states are mapped, x is not copied."""
     x, quantizer = kind.draw("one"), kind.quantizer
-    if kind.quantizer.format.per_tensor and not quantizer.needs_scale:
+    if kind.quantizer.format.one_scale and not quantizer.needs_scale:
         state = {"amax": jnp.asarray([[1.0], [2.0], [4.0]])}
     elif quantizer.format.two_level:
         q = dj.quantize(x, quantizer, **kind.state())

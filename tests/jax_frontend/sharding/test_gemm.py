@@ -74,7 +74,7 @@ def test_parts_of_a_cut_sum_are_rounded_and_added_in_order(recipe, product, dtyp
     def part(a, b):  # of one device, by scales of the whole tensors
         trans_a, trans_b = PRODUCTS[product]
         quantizer = recipe.quantizer(dj.QuantizerRole(tensor="input")).with_usage(rowwise=True, columnwise=True)
-        whole = quantizer.format.per_tensor or quantizer.format.two_level
+        whole = quantizer.format.one_scale or quantizer.format.two_level
         a, b = (dj.quantize(x, quantizer, amax_group="d" if whole else None) for x in (a, b))
         return dj.gemm(a, b, trans_a=trans_a, trans_b=trans_b, alpha=2.0, out_dtype=dtype)[None]
 

@@ -57,8 +57,8 @@ def test_stacks_and_mapped_tensors(fmt, kind):
                 placed = dj.device_put(q, NamedSharding(mesh, spec))
                 meshes.same(placed, q)
                 assert placed.rowwise_data.sharding.spec == P(*spec, *[None] * (3 - len(spec)))
-                per_tensor = placed.columnwise_scale_inv if quantizer.format.per_tensor else placed.amax
-                assert per_tensor is None or per_tensor.sharding.spec[0] == spec[0]
+                one_scale = placed.columnwise_scale_inv if quantizer.format.one_scale else placed.amax
+                assert one_scale is None or one_scale.sharding.spec[0] == spec[0]
 
 
 def test_shardings_for_jit_constraints_and_abstract_arrays():

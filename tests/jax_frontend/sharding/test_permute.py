@@ -44,7 +44,7 @@ def test_rows_and_gradients(kind):
 def test_quantized_rows(fmt, kind):
     """A quantized tensor moves with the scales of its columns, and rows are quantized as they move."""
     quantizer = tools.quantizer(fmt)
-    rowwise = quantizer.with_usage(rowwise=True, columnwise=quantizer.format.per_tensor)
+    rowwise = quantizer.with_usage(rowwise=True, columnwise=quantizer.format.one_scale)
 
     def f(x):
         rows = dj.moe_map(IDS, E, map_type="index", align_size=128)

@@ -43,7 +43,7 @@ def test_copies_amaxes_and_values(case, spec, kind):
     got, collectives = meshes.run(f, kind, (spec,), x)
     meshes.same(got, f(x), case)
     fmt, spec = case.quantizer.format, case.quantizer.spec
-    amaxes = 1 + bool(spec.flags & (RHT | ROW_AMAX)) if fmt.per_tensor or fmt.two_level else 0
+    amaxes = 1 + bool(spec.flags & (RHT | ROW_AMAX)) if fmt.one_scale or fmt.two_level else 0
     assert set(collectives) <= {"all-reduce"} and collectives.get("all-reduce", 0) <= amaxes, collectives
 
 

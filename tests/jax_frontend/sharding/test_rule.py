@@ -8,7 +8,9 @@ from jax.sharding import PartitionSpec as P
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import format_by_name
 from diptych.jax.sharding import rule
+from diptych.jax.sharding.quantize import COLUMNS, ROWS, blocks_of_copies
 from diptych.jax.sharding.rule import Rule
+from quantizers import InventedQuantizer
 
 GEMM = Rule((("M", "K"), ("N", "K")), (("M", "N"),), {"M": (64, 1), "N": (64, 1), "K": (64, 32)})
 SHAPES = [(64, 64), (64, 64)]
@@ -27,6 +29,15 @@ def test_factors_of_copies_in_both_layouts():
     assert rule.copy_factors(transposed, True, (8, 8), "M", "K") == [("M", "K"), ("M", "K")]
     assert rule.copy_factors(row_major, True, (2, 4, 8), "M", "K") == [("K", None, "M"), ("K", "M")]
     assert rule.copy_factors(format_by_name("fp8_e4m3_tensor"), True, (8, 8), "M", "K") == [("M", "K"), (None,)]
+    whole_row = InventedQuantizer(block=(1, 0))  # its scale serves all parts of the row
+    assert rule.copy_factors(whole_row.format, False, (8, 8), "M", "K") == [("M", "K"), ("M", None)]
+    assert rule.block_of(whole_row.format) == (1, 1)
+
+
+def test_a_whole_row_is_not_quantized_in_parts():
+    for columnwise, want in ((False, {ROWS: (6, 1), COLUMNS: (8, 8)}), (True, {ROWS: (6, 6), COLUMNS: (8, 8)})):
+        quantizer = InventedQuantizer(block=(1, 0), columnwise=columnwise)
+        assert blocks_of_copies(quantizer, (2, 3, 8)) == want
 
 
 def test_an_axis_cuts_one_factor_and_operands_come_first():

@@ -23,7 +23,7 @@ def test_leaves_and_metadata(kind):
     x = tools.normal("x", (2, 16, 96), "bfloat16")
     q = dj.quantize(x, quantizer, **state)
     names = {f"{s}_{p}" for s in ("rowwise", "columnwise") for p in ("data", "scale_inv")}
-    names |= {"amax"} if quantizer.format.per_tensor or quantizer.format.two_level else set()
+    names |= {"amax"} if quantizer.format.one_scale or quantizer.format.two_level else set()
     names |= {"columnwise_amax"} if quantizer.format.two_level else set()
     paths = {jax.tree_util.keystr(path).lstrip(".") for path, _ in jax.tree_util.tree_flatten_with_path(q)[0]}
     assert paths == names

@@ -63,7 +63,7 @@ def _copy(prefix: str, quantizer: Any, columnwise: bool, *shape: int) -> dict[st
     for part, dtype in (("data", of.data), ("scale_inv", of.scale)):
         parts = [getattr(q, f"{side}_{part}") for q in made]
         whole = np.stack(parts) if len(shape) == 3 else parts[0]
-        whole = whole.reshape(-1) if of.per_tensor and part == "scale_inv" else whole
+        whole = whole.reshape(-1) if of.one_scale and part == "scale_inv" else whole
         found[f"{prefix}{part}"] = Bits.of(whole, dtype)
     if of.two_level:
         found[f"{prefix}amax"] = np.concatenate([q.columnwise_amax if columnwise else q.amax for q in made])

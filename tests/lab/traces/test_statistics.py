@@ -95,7 +95,7 @@ def test_quantization_of_each_format(fmt):
     x = rng(fmt).standard_normal((128, 256)).astype(np.float32)
     x[rng(fmt, 1).random(x.shape) < 0.1] = 0
     x[0, 0], x[1] = 1e4, 1e-9  # one block of large values, and small values
-    more = {"scale": np.float32(100)} if oracle.FORMATS[fmt].per_tensor else {}  # a delayed scale, which clips
+    more = {"scale": np.float32(100)} if oracle.FORMATS[fmt].one_scale else {}  # a delayed scale, which clips
     copy = oracle.quantize(x, fmt, columnwise=False, **more).copy()
     y = oracle.dequantize(copy)
     codes = oracle.unpack(copy.data) if copy.fmt.pack == 2 else copy.data
@@ -106,9 +106,9 @@ def test_quantization_of_each_format(fmt):
         unscaled = np.abs(old) / (np.abs(new) / np.abs(unscaled_values(copy).astype(np.float64)))
     limit = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}[copy.fmt.element]
     want = np.count_nonzero(unscaled > limit * (1 + 1e-6)) / x.size
-    assert have.clipped == want and (want > 0 or not copy.fmt.per_tensor)
+    assert have.clipped == want and (want > 0 or not copy.fmt.one_scale)
     want = np.count_nonzero((old != 0) & (new == 0)) / x.size
-    assert have.flushed == want and (want > 0 or not copy.fmt.per_tensor)
+    assert have.flushed == want and (want > 0 or not copy.fmt.one_scale)
     assert have.sqnr == pytest.approx(10 * np.log10(np.sum(old**2) / np.sum((new - old) ** 2)), abs=1e-9)
 
 

@@ -42,7 +42,7 @@ def quantized(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
 def movable(name: str) -> Quantizer:
     """The quantizer with every copy that moves."""
     quantizer = named(name)
-    return quantizer.with_usage(rowwise=True, columnwise=quantizer.format.per_tensor)
+    return quantizer.with_usage(rowwise=True, columnwise=quantizer.format.one_scale)
 
 
 def mask_for(name: str, device: str) -> torch.Tensor:

@@ -126,8 +126,8 @@ def copies_bytes(case: Case, tensor: str, value: np.ndarray) -> list[tuple[str, 
     with one scale travels once."""
     q = Reference(RECIPES[case.recipe]).quantized(tensor, value)
     parts = [(q.rowwise_data, q.rowwise_scale_inv), (q.columnwise_data, q.columnwise_scale_inv)]
-    parts = parts[:1] if tensor == "grad_output" and q.fmt.per_tensor else parts
-    flat = [a for data, scale in parts for a in ((data,) if q.fmt.per_tensor else (data, scale))]
+    parts = parts[:1] if tensor == "grad_output" and q.fmt.one_scale else parts
+    flat = [a for data, scale in parts for a in ((data,) if q.fmt.one_scale else (data, scale))]
     return [("torch.float32" if a.dtype == np.float32 else "torch.uint8", a.nbytes) for a in flat]
 
 

@@ -18,6 +18,9 @@ from diptych.common import (
     NVFP4BlockScaling,
     QuantizerRole,
 )
+from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.torch.layers.tensor_parallel import require_whole
+from quantizers import InventedQuantizer
 from torch_frontend.cut_layers import RECIPES, error_of
 from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import normal
@@ -162,3 +165,16 @@ def output(rank: int, groups: Any, recipe: str) -> tuple[str, str, list[Any]]:
 def test_blocks_that_are_not_operands(function, given, pool, tmp_path):
     for classes, text, seen in pool.run(f"{__name__}:{function}", *given, into=tmp_path / "made"):
         assert "ShapeError" in classes.split() and not seen, (classes, text, seen)
+
+
+def test_blocks_of_whole_extents_are_not_cut():
+    """Nothing is sent: the check needs no ranks."""
+    whole_row = InventedQuantizer(block=(1, 0))
+    for rows, cols, said in ((None, 64, "columns"), (64, None, "rows")):
+        with pytest.raises(UnsupportedError, match=f"cut along its {said}, and invented has scales .* all {said}"):
+            require_whole("linear: the input", whole_row, rows, cols)
+    require_whole("linear: the input", whole_row.with_usage(columnwise=False), 64, None)
+    square = Float8BlockQuantizer(block_scaling_dim=2)
+    require_whole("linear: the weight", square, 256, None)
+    with pytest.raises(ShapeError, match="multiple of 128"):
+        require_whole("linear: the weight", square, 64, None)

@@ -238,7 +238,7 @@ def test_a_quantized_input(name):
     """Its rows move as they are."""
     recipe, m = NAMED[name], map_for("quantized")
     quantizer = recipe.quantizer(QuantizerRole("grouped_linear", "input"))
-    if not quantizer.format.per_tensor:  # blocks of a columnwise copy would part
+    if not quantizer.format.one_scale:  # blocks of a columnwise copy would part
         quantizer = quantizer.with_usage(columnwise=False)
         recipe = recipe.replace(backward_override="dequantized")
     model, x = layer(K, N, E), normal("x", (T, K))

@@ -27,7 +27,7 @@ def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") ->
     return plan_align(linear_plan(recipe, module, name))
 
 
-_SHARED_ROWS = tuple(32 if row.per_tensor else row.block_cols for row in FORMATS)  # by format id
+_SHARED_ROWS = tuple(row.block(True)[0] or 32 for row in FORMATS)  # by format id
 
 
 def plan_align(plan: LinearPlan) -> int:

@@ -86,7 +86,7 @@ def _call(quantizer: Quantizer, state: str, number: int) -> Call:
     spec = quantizer.spec
     fmt, draws = FORMATS[spec.format_id], bool(spec.flags & STOCHASTIC)
     plain = quantizer.implementation() is None and not state and not draws
-    return Call(quantizer, state, number, plain, not state and (fmt.per_tensor or fmt.two_level), draws)
+    return Call(quantizer, state, number, plain, not state and fmt.tensor_amax, draws)
 
 
 def _calls(plan: TensorPlan, number: int, rowwise: bool, columnwise: bool) -> tuple[Call, ...]:

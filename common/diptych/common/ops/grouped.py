@@ -48,7 +48,7 @@ def stack_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
 
     def whole(name: str) -> bool:
         if name.endswith("scale_inv"):
-            return quantizer.format.per_tensor
+            return quantizer.format.one_scale
         return name == "columnwise_amax" or (name == "amax" and not each_row)
 
     each = shapes.quantize_buffers(stack_shape(shape), quantizer)

@@ -196,12 +196,15 @@ def require_movable(op: str, fmt: FormatRow, rowwise: bool, columnwise: bool) ->
         raise ValueError(
             f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
         )
-    if fmt.block_rows > 1:
-        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {fmt.block_rows} rows, which part when rows move")
-    if columnwise and not fmt.per_tensor:
+    if fmt.one_scale:
+        return
+    if fmt.block_rows != 1:
+        rows = fmt.block_rows or "all"
+        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {rows} rows, which part when rows move")
+    if columnwise:
         raise ValueError(
-            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols} tokens, which part when "
-            "rows move; quantize it with_usage(columnwise=False)"
+            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols or 'all'} tokens, which "
+            "part when rows move; quantize it with_usage(columnwise=False)"
         )
 
 

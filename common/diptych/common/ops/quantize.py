@@ -88,7 +88,7 @@ def quantize(
         constraints += _rotatable(f"{op} ({fmt.name})", x, shape)
     constraints += shapes.quantize_constraints(shape, quantizer)
     if scale is not None:
-        if not fmt.per_tensor:
+        if not fmt.one_scale:
             raise ValueError(f"{op} ({fmt.name}): a scale is for per-tensor formats")
         if flags or quantizer.spec.eps:
             raise ValueError(f"{op} ({fmt.name}): scale was given; pow2 and eps do not apply")
@@ -116,9 +116,9 @@ def require_amaxes(op: str, quantizer: Quantizer, *given: str) -> None:
     fmt = quantizer.format
     if not given:
         return
-    if not (fmt.per_tensor or fmt.two_level):
+    if not fmt.tensor_amax:
         raise ValueError(f"{op}: amax is for per-tensor and two-level formats; {fmt.name} takes one per block")
-    read = ["amax"] if fmt.per_tensor or quantizer.rowwise else []
+    read = ["amax"] if fmt.one_scale or quantizer.rowwise else []
     read += ["columnwise_amax"] if fmt.two_level and quantizer.columnwise else []
     for name in given:
         if name not in read:

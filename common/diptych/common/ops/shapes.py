@@ -56,6 +56,11 @@ def ceil_div(a: Size, b: int) -> Size:
     return (a + b - 1) // b
 
 
+def block_count(extent: Size, block: int) -> Size:
+    """Returns the number of blocks along an extent; a block of the whole extent (0) exists even if that is empty."""
+    return ceil_div(extent, block) if block else 1
+
+
 def rows_cols(shape: Shape) -> tuple[Size, Size]:
     """Returns (rows, columns), with leading dimensions folded into rows. **Raises** ShapeError for a scalar."""
     if len(shape) == 0:
@@ -64,14 +69,12 @@ def rows_cols(shape: Shape) -> tuple[Size, Size]:
 
 
 def scale_shape(fmt: FormatRow, columnwise: bool, m: Size, k: Size) -> Shape:
-    """Shape of one copy's scales for an [m, k] tensor, in the orientation of that copy's data; per-tensor: (1,)."""
-    if fmt.per_tensor:
+    """Shape of one copy's scales for an [m, k] tensor, in the orientation of that copy's data; one scale: (1,)."""
+    if fmt.one_scale:
         return (1,)
-    if not columnwise:
-        return (ceil_div(m, fmt.block_rows), ceil_div(k, fmt.block_cols))
-    if fmt.columnwise == "transposed":
-        return (ceil_div(k, fmt.block_rows), ceil_div(m, fmt.block_cols))
-    return (ceil_div(m, fmt.block_cols), ceil_div(k, fmt.block_rows))
+    rows, cols = fmt.block(columnwise)
+    down, across = block_count(m, rows), block_count(k, cols)
+    return (across, down) if columnwise and fmt.columnwise == "transposed" else (down, across)
 
 
 def data_shape(fmt: FormatRow, columnwise: bool, shape: Shape) -> Shape:
@@ -102,7 +105,7 @@ def quantize_constraints(shape: Shape, quantizer: Quantizer) -> tuple[Constraint
     m, k = rows_cols(shape)
     if fmt.pack == 1:
         return ()
-    block = fmt.block_cols
+    block = fmt.block_cols or fmt.pack
     say = f"quantize ({fmt.name}): {{}} of a {list(shape)} tensor must be a multiple of {block}"
     out = [Constraint(k // block * block, k, say.format("the last extent"))]
     if quantizer.columnwise or quantizer.spec.flags & SQUARE:
@@ -126,7 +129,7 @@ def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
         if wanted:
             buffers.append(Buffer(f"{prefix}_data", data_shape(fmt, columnwise, shape), fmt.data))
             buffers.append(Buffer(f"{prefix}_scale_inv", scale_shape(fmt, columnwise, m, k), fmt.scale))
-    if fmt.per_tensor or (fmt.two_level and quantizer.rowwise):
+    if fmt.one_scale or (fmt.two_level and quantizer.rowwise):
         buffers.append(Buffer("amax", (m if quantizer.spec.flags & ROW_AMAX else 1,), "float32"))
     if fmt.two_level and quantizer.columnwise:
         buffers.append(Buffer("columnwise_amax", (1,), "float32"))

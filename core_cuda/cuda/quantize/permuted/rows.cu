@@ -265,7 +265,7 @@ bool quantize_permuted_rows_fits(const QuantizeArgs& args) {
   if (args.source.kind != SourceKind::permuted || args.columnwise.given() || args.spec.has(kSquare)) return false;
   if (f.rule == ScaleRule::e8m0_ceil) return f.block_rows == 1 && f.block_cols == kWidth<Blocks::mx>;
   return f.rule == ScaleRule::divide && f.scale == DType::f32 &&
-         (f.per_tensor() || (f.block_rows == 1 && f.block_cols == kWidth<Blocks::vector>));
+         (f.one_scale() || (f.block_rows == 1 && f.block_cols == kWidth<Blocks::vector>));
 }
 
 Status quantize_permuted_rows(const QuantizeArgs& args, const Execution& exec) {
@@ -275,7 +275,7 @@ Status quantize_permuted_rows(const QuantizeArgs& args, const Execution& exec) {
   p.zeros = row_bytes(nullptr, p.out, p.k, 0);
   p.vec_out = aligned(p.out, 8) && p.k % 8 == 0, p.vec_out16 = aligned(p.out, 16) && p.k % 16 == 0;
   p.rule = divide_rule(args), p.max_reciprocal = 1.0f / row(f.element).max;
-  if (f.per_tensor()) {
+  if (f.one_scale()) {
     p.from = tensor_scale(args);
     return run<Blocks::tensor>(p, f.element, exec);
   }

@@ -24,7 +24,7 @@ def group_amaxes(
             "quantize: amax_group does not apply to delayed scaling, whose scale is given; reduce the amax of the "
             "history and pass it to scale_update(reduced=)"
         )
-    if not (fmt.per_tensor or fmt.two_level):
+    if not fmt.tensor_amax:
         raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
     flags = spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
     amax, of_columns = quantize_ops.amax(x, flags, source, operands, columnwise=True)
@@ -45,7 +45,7 @@ def largest_amaxes(
         of_columns = max_over(of_columns, group)
     else:  # one number serves both copies
         amax = of_columns = max_over(of_columns, group)
-    named = {"amax": amax} if fmt.per_tensor or quantizer.rowwise else {}
+    named = {"amax": amax} if fmt.one_scale or quantizer.rowwise else {}
     return named | ({"columnwise_amax": of_columns} if fmt.two_level and quantizer.columnwise else {})
 
 

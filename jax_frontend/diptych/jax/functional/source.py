@@ -72,7 +72,7 @@ class FusedInput:
     ) -> tuple[QuantizedArray, Array | None]:
         """Quantizes like the verb `quantize`, and also sums over rows in the dtype `column_sum` if one is given."""
         given: dict[str, Array | None] = {"scale": scale, "rng": rng}
-        if self.amax is not None and scale is None and quantizer.format.per_tensor:
+        if self.amax is not None and scale is None and quantizer.format.one_scale:
             given["amax"] = self.amax
         elif amax_group is not None:
             given |= group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)

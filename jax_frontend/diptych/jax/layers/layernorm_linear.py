@@ -138,7 +138,7 @@ def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInp
     if not isinstance(operand, FusedInput):
         return operand
     uses = (options.plan.input.rowwise, options.plan.input.columnwise)
-    shared = any(q is not None and q.format.per_tensor and not q.needs_scale for q in uses)
+    shared = any(q is not None and q.format.one_scale and not q.needs_scale for q in uses)
     return operand.with_amax(options.group) if shared else operand
 
 

@@ -37,7 +37,7 @@ import ml_dtypes
 import numpy as np
 
 from diptych.common.errors import CheckpointError, UnsupportedError
-from diptych.common.quantizers import SQUARE, Quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.jax.state.scales import ScaleState, is_state, load_state_dict, state_dict
 from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies, QuantizedStack
 
@@ -299,7 +299,7 @@ def _at(states: Any, keys: list[str]) -> ScaleState:
 def _parts(name: str, q: QuantizedCopies) -> dict[str, np.ndarray]:
     """The arrays that a file holds: payloads and scales in their own dtypes, of one copy if it tells the other."""
     held = {part: np.asarray(x) for part in BUFFERS if (x := getattr(q, part)) is not None}
-    if q.rowwise_data is not None and _one_copy_tells(q.quantizer):
+    if q.rowwise_data is not None and q.quantizer.copies_agree():
         held = {part: x for part, x in held.items() if not part.startswith("columnwise")}
     front = int(isinstance(q, QuantizedStack))
     for part in held.keys() & {"rowwise_data", "columnwise_data"}:  # a kernel's outputs are one axis in torch
@@ -316,10 +316,10 @@ def _quantized(name: str, leaf: Any, given: Mapping[str, np.ndarray]) -> Any:
             f"{name} is held quantized here, and the checkpoint has no scales of it; load it into a tree in high "
             "precision, and quantize that"
         )
-    if fmt.per_tensor and "amax" not in parts and "rowwise_scale_inv" in parts:
+    if fmt.one_scale and "amax" not in parts and "rowwise_scale_inv" in parts:
         largest = np.float32(ml_dtypes.finfo(_DTYPES_BY_NAME[fmt.element]).max)
         parts["amax"] = parts["rowwise_scale_inv"] * largest
-    if leaf.columnwise_data is not None and "columnwise_data" not in parts and _one_copy_tells(leaf.quantizer):
+    if leaf.columnwise_data is not None and "columnwise_data" not in parts and leaf.quantizer.copies_agree():
         parts |= _columnwise(parts, leaf)
     wanted = {part: x for part in BUFFERS if (x := getattr(leaf, part)) is not None}
     if missing := [name + _SUFFIXES[part] for part in wanted if part not in parts]:
@@ -346,16 +346,10 @@ def _dtype(part: str, quantizer: Quantizer) -> np.dtype:
     return _DTYPES_BY_NAME[name]
 
 
-def _one_copy_tells(quantizer: Quantizer) -> bool:
-    """Whether both copies hold the same values, as with one scale or square blocks. Others need the original."""
-    fmt = quantizer.format
-    return fmt.per_tensor or fmt.block_rows == fmt.block_cols or bool(quantizer.spec.flags & SQUARE)
-
-
 def _columnwise(row: Mapping[str, np.ndarray], leaf: QuantizedCopies) -> dict[str, np.ndarray]:
     """Returns the columnwise arrays that the rowwise ones determine. A stack's have an axis in front."""
     fmt, data, scale = leaf.quantizer.format, row["rowwise_data"], row["rowwise_scale_inv"]
-    if fmt.per_tensor:
+    if fmt.one_scale:
         return {"columnwise_data": data.swapaxes(-2, -1), "columnwise_scale_inv": scale}
     if fmt.block_rows == fmt.block_cols:
         return {"columnwise_data": data.swapaxes(-2, -1), "columnwise_scale_inv": scale.swapaxes(-2, -1)}

@@ -79,7 +79,7 @@ def _quantize_stack_abstract(
     enforce(rules.quantize(op, named._replace(shape=each), quantizer, **state))
     # A result varies over the mesh axes of the operands that it depends on, as in quantize.
     amaxes = [a for name, a in given.items() if name.endswith("amax")]
-    fixed = [given["scale"]] if has_scale else amaxes if quantizer.format.per_tensor else []
+    fixed = [given["scale"]] if has_scale else amaxes if quantizer.format.one_scale else []
     sources = {"data": avals, "inv": tuple(fixed or [x, *amaxes]), "amax": (x, *amaxes)}
     front, outs = batch_shape(avals, batch), []
     for buffer in grouped.stack_buffers(shape, quantizer):

@@ -110,7 +110,7 @@ def _quantize_abstract(
     front = batch_shape(avals, batch)
     # A result varies over the mesh axes of operands it depends on; an amax reduced over an axis no longer varies there.
     amaxes = [a for name, a in given.items() if name.endswith("amax")]
-    fixed = [given["scale"]] if has_scale else amaxes if mode == GIVEN and fmt.per_tensor else []
+    fixed = [given["scale"]] if has_scale else amaxes if mode == GIVEN and fmt.one_scale else []
     read = (x, *of_source)
     sources = {"data": avals, "inv": tuple(fixed or [*read, *amaxes]), "amax": (*read, *amaxes)}
     outs = []

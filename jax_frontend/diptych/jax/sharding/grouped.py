@@ -92,7 +92,7 @@ def _copy(fmt: FormatRow, columnwise: bool, parts: Shapes, kept: str, reduced: s
     data, scale = copy_factors(fmt, columnwise, parts[0][stack:], kept, reduced)
     if not stack:
         return [data, scale, *(amax_factors(own, kept) for own in parts[2:])]
-    of_scale = (EXPERTS,) if fmt.per_tensor else (EXPERTS, *scale)
+    of_scale = (EXPERTS,) if fmt.one_scale else (EXPERTS, *scale)
     return [(EXPERTS, *data), of_scale, *((EXPERTS, kept)[: len(own)] for own in parts[2:])]
 
 

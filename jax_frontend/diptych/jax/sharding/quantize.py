@@ -85,11 +85,12 @@ def factors_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str,
 def blocks_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Returns the extents of rows and columns, and their blocks, which both copies must have whole."""
     fmt, (m, k) = quantizer.format, shapes.rows_cols(shape)
-    rows, columns = block_of(fmt)
+    if fmt.one_scale:
+        return {ROWS: (m, 1), COLUMNS: (k, 1)}
     square = quantizer.spec.flags & SQUARE
-    of_rows = [rows] * quantizer.rowwise + [columns] * bool(quantizer.columnwise or square)
-    of_columns = [columns] * bool(quantizer.rowwise or square) + [rows] * quantizer.columnwise
-    return {ROWS: (m, math.lcm(1, *of_rows)), COLUMNS: (k, math.lcm(1, *of_columns))}
+    blocks = [fmt.block(c) for c, made in ((False, quantizer.rowwise), (True, quantizer.columnwise)) if made or square]
+    rows, columns = ([b or max(n, 1) for b in each] for each, n in zip(zip(*blocks, strict=True), (m, k), strict=True))
+    return {ROWS: (m, math.lcm(*rows)), COLUMNS: (k, math.lcm(*columns))}
 
 
 def placed(rng: Array, extents: tuple[int, int], cuts: Sequence[tuple[Any, ...]]) -> Array:

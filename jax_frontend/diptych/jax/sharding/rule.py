@@ -91,7 +91,7 @@ def row_factors(shape: Sequence[int], factor: str) -> Factors:
 
 
 def block_of(fmt: FormatRow) -> tuple[int, int]:
-    """Returns the rows and columns of a block; (1, 1) where one scale serves the whole tensor, which any cut suits."""
+    """Returns the rows and columns of a block, which no cut parts; 1 for a whole extent: its scale serves all parts."""
     return max(fmt.block_rows, 1), max(fmt.block_cols, 1)
 
 
@@ -101,7 +101,10 @@ def copy_factors(fmt: FormatRow, columnwise: bool, data: Sequence[int], kept: st
     `data`: the shape of the copy's data.
     """
     rows, last = (reduced, kept) if columnwise and fmt.columnwise == "row_major" else (kept, reduced)
-    return [(*row_factors(data[:-1], rows), last), (None,) if fmt.per_tensor else (rows, last)]
+    scale = (rows if fmt.block_rows else None, last if fmt.block_cols else None)
+    if columnwise and fmt.columnwise == "row_major":
+        scale = (rows if fmt.block_cols else None, last if fmt.block_rows else None)
+    return [(*row_factors(data[:-1], rows), last), (None,) if fmt.one_scale else scale]
 
 
 # --- from shardings to cuts ---

@@ -85,7 +85,7 @@ class QuantizedCopies:
                 f"{op} needs the {side} copy of {self!r}, which was not made; quantize with "
                 f"quantizer.with_usage({side}=True)"
             )
-        added = scale.ndim - (1 if self.format.per_tensor else self.scale_rank)
+        added = scale.ndim - (1 if self.format.one_scale else self.scale_rank)
         if added:
             raise ShapeError(
                 f"{op}: {self!r} carries {added} more axis(es) than when it was quantized, as vmap and scan add them; "
@@ -151,7 +151,7 @@ class QuantizedStack(QuantizedCopies):
         for name in BUFFERS:
             x = getattr(self, name)
             if x is not None:
-                whole = name.endswith("amax") or (self.format.per_tensor and name.endswith("scale_inv"))
+                whole = name.endswith("amax") or (self.format.one_scale and name.endswith("scale_inv"))
                 parts[name] = x[g].reshape(-1) if whole else x[g]
         return QuantizedArray(self.quantizer, self.leading, self.dtype, **parts)
 

@@ -9,28 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych.common.quantizers import SQUARE, Quantizer
+from diptych.common.quantizers import Quantizer
 
 LOW_BITS = 0xF  # the first element's bits in a byte that packs two
-
-
-def transposable(quantizer: Quantizer) -> bool:
-    """Returns whether a quantizer's columnwise copy is its rowwise copy transposed."""
-    fmt = quantizer.format
-    return fmt.per_tensor or fmt.block_rows == fmt.block_cols or bool(quantizer.spec.flags & SQUARE)
 
 
 def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the columnwise copy (data, scales) of a matrix or of a stack of matrices, as views where possible. If the
     bytes of the data must be transposed (`byte_transposed`), the data are returned unchanged.
 
-    **Arguments:** `data`, `scale_inv`: the rowwise copy that a `transposable` quantizer made.
+    **Arguments:** `data`, `scale_inv`: the rowwise copy that a quantizer made whose copies agree (`copies_agree`).
     """
     fmt = quantizer.format
     turned = fmt.columnwise == "transposed"
     if turned and fmt.pack == 2:
         data = _transposed_nibbles(data)
-    if fmt.per_tensor:
+    if fmt.one_scale:
         return data, scale_inv
     if fmt.block_rows == fmt.block_cols:
         return data, scale_inv.transpose(-2, -1)

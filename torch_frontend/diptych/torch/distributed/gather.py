@@ -21,7 +21,7 @@ from torch import Tensor
 
 from diptych.common.quantizers import Quantizer
 from diptych.torch.distributed.amaxes import WholeAmaxes
-from diptych.torch.distributed.columnwise import byte_transposed, transposable, transposed
+from diptych.torch.distributed.columnwise import byte_transposed, transposed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.private.autograd import backward_pass, keep_version
@@ -80,12 +80,12 @@ class Gather:
 
     def travelling(self, read: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the copies that ranks send if the copies `read` are read."""
-        return (ROWWISE,) if transposable(self.quantizer) else read
+        return (ROWWISE,) if self.quantizer.copies_agree() else read
 
     def sent(self, making: Quantizer) -> tuple[str, ...]:
         """Returns the names of the buffers of a part that ranks send. The scales of tensorwise formats, and amaxes, are
         known to all ranks and are not sent, except those of a stack, each of whose weights one rank has."""
-        scales = () if self.quantizer.format.per_tensor else ("scale_inv",)
+        scales = () if self.quantizer.format.one_scale else ("scale_inv",)
         return tuple([name for name in making.buffer_names() if self.stack or name.endswith(("data", *scales))])
 
     def cut_by_columns(self, name: str) -> bool:

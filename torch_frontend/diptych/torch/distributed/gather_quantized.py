@@ -87,7 +87,7 @@ def gather_quantized(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: 
         if gather is None:
             gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(module), attribute], recompute)
             # Blocks are never cut, and neither are a stack's weights.
-            if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
+            if not gather.stack and quantizer.format.tensor_amax:
                 number = amaxes.place(module.tp_group if layer in module._modes else None)
                 gather.amaxes, gather.number = amaxes, number
             gather.parts = parts[id(gather.group)]
@@ -284,7 +284,10 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
     if parameter.dim() == 3:
         whole = rows % ranks == 0
         return "" if whole else f"{list(parameter.shape)} stacks {rows} weights, and {ranks} ranks hold whole ones"
-    block = 1 if fmt.per_tensor else max(fmt.block_rows, fmt.block_cols if quantizer.columnwise else 1)
+    blocks = [fmt.block(c)[0] for c in (False, True) if (quantizer.columnwise if c else quantizer.rowwise)]
+    if not all(blocks) and not fmt.one_scale:
+        return f"is cut into rows, and {fmt.name} has scales that are those of all rows"
+    block = max(1, *blocks)
     if rows % (ranks * block) == 0:
         return ""
     if block == 1:

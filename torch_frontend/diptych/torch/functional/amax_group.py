@@ -27,7 +27,7 @@ def group_amaxes(
             "quantize: amax_group does not apply to delayed scaling, whose scale is given; reduce the amax of the "
             "history and pass it to scale_update(reduced=...)"
         )
-    if not (fmt.per_tensor or fmt.two_level):
+    if not fmt.tensor_amax:
         raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
     columnwise = fmt.two_level and quantizer.columnwise
     amax, of_columns = amaxes(x, flags & (ROW_AMAX | RHT | RHT_SIGNS), columnwise=True)

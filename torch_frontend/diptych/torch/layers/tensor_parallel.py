@@ -133,7 +133,7 @@ def _turned(calls: tuple[Call, ...], cut: Cut | None) -> bool:
     if cut is None or not cut.gathers_gradient or len(calls) != 1:
         return False
     quantizer = calls[0].quantizer
-    return quantizer.rowwise and quantizer.columnwise and quantizer.format.per_tensor and not quantizer.custom
+    return quantizer.rowwise and quantizer.columnwise and quantizer.format.one_scale and not quantizer.custom
 
 
 def _turn(rowwise: Operand) -> Operand:
@@ -175,7 +175,7 @@ def gathered(operand: Operand, ranks: int, group: Any) -> Exchange[Operand]:
     fmt = FORMATS[format_id]
     join = _gathered_columns if columnwise and fmt.columnwise == "transposed" else _gathered_rows
     payload = join(data, ranks, group)
-    scales = Exchange(lambda: scale_inv) if fmt.per_tensor else join(scale_inv, ranks, group)
+    scales = Exchange(lambda: scale_inv) if fmt.one_scale else join(scale_inv, ranks, group)
     return payload.then(lambda whole: (whole, scales.finish(), amax, format_id, columnwise))
 
 
@@ -316,13 +316,20 @@ def require_whole(what: str, quantizer: Quantizer, rows: int | None, cols: int |
     if quantizer.spec.flags & ROW_AMAX:
         raise UnsupportedError(f"{what}'s {quantizer.described()} has amaxes of rows, which are not reduced over ranks")
     fmt = quantizer.format
-    if fmt.per_tensor:
+    if fmt.one_scale:
         return
     square = bool(quantizer.spec.flags & SQUARE)
-    tall = fmt.block_cols if quantizer.columnwise or square else fmt.block_rows
-    wide = fmt.block_cols if quantizer.rowwise or square else fmt.block_rows
-    for extent, block, name in ((rows, max(tall, fmt.block_rows), "rows"), (cols, wide, "columns")):
-        if extent is not None and extent % block:
+    blocks = [fmt.block(c) for c, made in ((False, quantizer.rowwise), (True, quantizer.columnwise)) if made or square]
+    for extent, axis, name in ((rows, 0, "rows"), (cols, 1, "columns")):
+        if extent is None:
+            continue
+        each = [block[axis] for block in blocks]
+        if not all(each):
+            raise UnsupportedError(
+                f"{what} is cut along its {name}, and {fmt.name} has scales that are those of all {name}"
+            )
+        block = max(each)
+        if extent % block:
             raise ShapeError(
                 f"{what} has {extent} {name} on each rank, and {fmt.name} needs a multiple of {block}: "
                 "a block is never cut"

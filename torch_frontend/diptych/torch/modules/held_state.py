@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from diptych.common.errors import CheckpointError, CheckpointWarning
 from diptych.common.ops import shapes
-from diptych.common.quantizers import SQUARE, Quantizer
 from diptych.torch.modules.quantized_parameter import QuantizedParameter, fits
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
 from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensorBase, parts_of
@@ -54,7 +53,7 @@ def plain_state_dict(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
         made = {key: t}
         if isinstance(t, QuantizedTensorBase):
             made = {key + _NAMES[name]: part.detach() for name, part in parts_of(t).items()}
-            if t.rowwise_data is not None and _one_copy_tells(t.quantizer):
+            if t.rowwise_data is not None and t.quantizer.copies_agree():
                 made = {k: v for k, v in made.items() if not k.startswith(f"{key}_columnwise")}
         twice = made.keys() & (entries.keys() | (state.keys() - {key}))
         if twice:
@@ -141,9 +140,9 @@ def _buffers(p: QuantizedTensorBase, parts: dict[str, Tensor]) -> dict[str, Tens
                 return None
             found[name] = t
     fmt = p.quantizer.format
-    if fmt.per_tensor and "amax" not in found and "rowwise_scale_inv" in found:
+    if fmt.one_scale and "amax" not in found and "rowwise_scale_inv" in found:
         found["amax"] = found["rowwise_scale_inv"] * torch.finfo(getattr(torch, fmt.element)).max
-    if p.columnwise_data is not None and "columnwise_data" not in found and _one_copy_tells(p.quantizer):
+    if p.columnwise_data is not None and "columnwise_data" not in found and p.quantizer.copies_agree():
         if not {"rowwise_data", "rowwise_scale_inv"} <= found.keys():
             return None
         found |= _columnwise(found, p)
@@ -210,17 +209,10 @@ def _warn(message: str) -> None:
 # --- one copy from the other -----------------------------------------------------------------------------------------
 
 
-def _one_copy_tells(quantizer: Quantizer) -> bool:
-    """Whether both copies hold the same values, as with one scale or square blocks. Others need the original."""
-    fmt = quantizer.format
-    square = fmt.block_rows == fmt.block_cols or bool(quantizer.spec.flags & SQUARE)
-    return fmt.per_tensor or square
-
-
 def _columnwise(row: dict[str, Tensor], p: QuantizedTensorBase) -> dict[str, Tensor]:
     """Returns the columnwise buffers that the rowwise ones determine."""
     fmt, data, scale = p.quantizer.format, row["rowwise_data"], row["rowwise_scale_inv"]
-    if fmt.per_tensor:
+    if fmt.one_scale:
         return {"columnwise_data": _transposed(data), "columnwise_scale_inv": scale.clone()}
     if fmt.block_rows == fmt.block_cols:
         return {"columnwise_data": _transposed(data), "columnwise_scale_inv": _transposed(scale)}

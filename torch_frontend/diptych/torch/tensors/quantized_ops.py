@@ -114,7 +114,7 @@ def _select(func: Any, stack: Any, dim: int, g: int) -> QuantizedTensor:
     parts = {}
     for name in stack.__tensor_flatten__()[0]:
         t = getattr(stack, name).select(0, g)
-        whole = name.endswith("amax") or (stack.quantizer.format.per_tensor and name.endswith("scale_inv"))
+        whole = name.endswith("amax") or (stack.quantizer.format.one_scale and name.endswith("scale_inv"))
         parts[name] = t.reshape(-1) if whole else t
     return QuantizedTensor(stack.quantizer, stack.shape[1:], stack.dtype, **parts)
 
