@@ -31,7 +31,7 @@ LONG_LISTS = {
     "lab/diptych/lab/train.py": (1, "each is an option of `diptych train`, which callers give by name"),
 }
 BODY = 60  # lines of a function without its docstring
-WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (10, 21, 34)}
+WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (10, 21, 34), "dj.dense": (10, 38, 43)}
 
 
 class Figure(NamedTuple):

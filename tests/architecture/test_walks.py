@@ -1,4 +1,4 @@
-"""Prints the files that two calls enter (`pytest -s`), and compares docs/index.md with them."""
+"""Prints the files that three calls enter (`pytest -s`), and compares docs/index.md with them."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Walks: the project's files that a call enters. `python tests/architecture/walks.py` prints two walks.
+"""Walks: the project's files that a call enters. `python tests/architecture/walks.py` prints three walks.
 
 A walk is that of a third call, whose plan, buffer shapes and program are cached, as in training. Files that only
 earlier calls of a fresh process enter are its preparation. `sys.setprofile` finds the Python files. It does not see the
@@ -34,9 +34,12 @@ GEMM = [
     "core_cuda/cpu/gemm/product.cpp",
     "core_cuda/cpu/isa/simd_gemm.h",
 ]
+# XLA calls a handler for each op.
+HANDLER = ["jax_frontend/csrc/quantize.cpp", "jax_frontend/csrc/call.cpp"]
+DENSE = [*HANDLER, *QUANTIZE[2:], "jax_frontend/csrc/gemm.cpp", *GEMM[1:]]
 PROGRAM = ["core_cuda/bindings/program.cpp", *QUANTIZE[1:], *GEMM[1:]]
 # The files among them whose functions are not on the call stack when the kernel runs: operands, checks, the table.
-RETURNED = ("operand.cpp", "contracts/quantize.cpp", "registry.cpp")
+RETURNED = ("operand.cpp", "call.cpp", "contracts/quantize.cpp", "registry.cpp", "csrc/gemm.cpp")
 
 
 class Walk(NamedTuple):
@@ -56,7 +59,7 @@ def _file(frame: FrameType) -> str | None:
 
 def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
     """Calls `fn`. **Returns** the project's Python files whose functions it entered, in order of first entry, and those
-    on the call stack when it first called the core."""
+    on the call stack when it first called the core, or in JAX bound the first primitive."""
     files: dict[str, None] = {}
     way: dict[str, None] = {}
 
@@ -65,7 +68,9 @@ def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
         if file is not None and event == "call":
             files.setdefault(file)
         core = event == "c_call" and getattr(arg, "__module__", None) == "diptych.core._core"
-        if file is not None and core and arg.__name__ in ("quantize", "run") and not way:
+        calls = file is not None and core and arg.__name__ in ("quantize", "run")
+        binds = event == "call" and frame.f_code.co_name == "bind" and frame.f_back and _file(frame.f_back)
+        if (calls or binds) and not way:
             at: FrameType | None = frame
             while at is not None:
                 if (passed := _file(at)) is not None:
@@ -89,10 +94,12 @@ def thrice(fn: Callable[[], Any], core: list[str]) -> Walk:
     return Walk(files + core, [f for f in files if f in way] + to_kernel, list(prepared))
 
 
-def both() -> dict[str, Walk]:
-    """Returns the walks of `dt.quantize` and of `Linear.forward` in torch, on the CPU."""
+def all_walks() -> dict[str, Walk]:
+    """Returns the walks of `dt.quantize` and `Linear.forward` in torch and of `dj.dense` in JAX, on the CPU."""
+    import jax
     import torch
 
+    import diptych.jax as dj
     import diptych.torch as dt
     from diptych.common import Float8CurrentScaling, MXFP8Quantizer
 
@@ -101,16 +108,18 @@ def both() -> dict[str, Walk]:
     layer = dt.Linear(64, 32)
     with dt.autocast(recipe=Float8CurrentScaling()):
         forward = thrice(lambda: layer(x), PROGRAM)
-    return {"dt.quantize": verb, "Linear.forward": forward}
+    tokens, kernel, recipe = jax.numpy.ones((32, 64)), jax.numpy.ones((16, 64)), Float8CurrentScaling()
+    dense = thrice(lambda: dj.dense(tokens, kernel, recipe=recipe), DENSE)
+    return {"dt.quantize": verb, "Linear.forward": forward, "dj.dense": dense}
 
 
 @functools.cache
 def in_a_fresh_process() -> dict[str, Walk]:
-    """Returns the result of `both` from a process in which nothing was called before."""
+    """Returns the result of `all_walks` from a process in which nothing was called before."""
     done = subprocess.run([sys.executable, Path(__file__)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {name: Walk(**found) for name, found in json.loads(done.stdout).items()}
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: found._asdict() for name, found in both().items()}, indent=1))
+    print(json.dumps({name: found._asdict() for name, found in all_walks().items()}, indent=1))
