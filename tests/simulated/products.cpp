@@ -24,10 +24,10 @@ Status make_tensor_map(CUtensorMap* map, const void* base, int rank, const int64
 }  // namespace diptych::cuda
 
 #include "cuda/products/decoded.cpp"
-#include "cuda/products/native.cpp"
-#include "cuda/products/native_bf16.cu"
-#include "cuda/products/native_block.cu"
-#include "cuda/products/native_tensor.cu"
+#include "cuda/products/sm90.cpp"
+#include "cuda/products/sm90_bf16.cu"
+#include "cuda/products/sm90_block.cu"
+#include "cuda/products/sm90_tensor.cu"
 
 extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);

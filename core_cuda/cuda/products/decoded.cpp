@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/base/device.h"
-#include "cuda/products/native.h"
+#include "cuda/products/sm90.h"
 
 namespace diptych::cuda {
 namespace {

@@ -224,8 +224,8 @@ def test_fast_accumulation(library):
         check(library, case, fast_accum=True)
 
 
-PRODUCTS_OF, FEED = "cuda/products/native.cuh", "cuda/products/native_feed.cuh"
-DECODE, STORE = "cuda/products/native_decode.cuh", "cuda/products/native_store.cuh"
+PRODUCTS_OF, FEED = "cuda/products/sm90.cuh", "cuda/products/sm90_feed.cuh"
+DECODE, STORE = "cuda/products/sm90_decode.cuh", "cuda/products/sm90_store.cuh"
 BROKEN = {
     "operands released before they are read": (
         PRODUCTS_OF,

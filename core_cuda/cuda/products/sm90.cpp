@@ -1,6 +1,6 @@
-// The host's side of the native kernel: which operands it accepts, which tiles it uses, and how its arguments are made.
-// A dense product is one group.
-#include "cuda/products/native.h"
+// The host's side of the native kernel for sm_90: which operands it accepts, which tiles it uses, and how its arguments
+// are made. A dense product is one group.
+#include "cuda/products/sm90.h"
 
 #include <algorithm>
 #include <bit>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/gemm/epilogue.cuh"
-#include "cuda/products/native_walk.cuh"
+#include "cuda/products/sm90_walk.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mma.cuh"

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cuda/gemm/emulated_operand.cuh"
-#include "cuda/products/native_walk.cuh"
+#include "cuda/products/sm90_walk.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/signal.cuh"
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/base/device.h"
-#include "cuda/products/native_decode.cuh"
-#include "cuda/products/native_store.cuh"
+#include "cuda/products/sm90_decode.cuh"
+#include "cuda/products/sm90_store.cuh"
 
 namespace diptych::cuda {
 

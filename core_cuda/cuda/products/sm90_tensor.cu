@@ -1,5 +1,5 @@
 // The native grouped kernel for per-tensor scales, which are applied at the end of a tile.
-#include "cuda/products/native.cuh"
+#include "cuda/products/sm90.cuh"
 
 namespace diptych::cuda {
 

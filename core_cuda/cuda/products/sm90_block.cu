@@ -1,5 +1,5 @@
 // The native grouped kernel for 1 x 128 and 128 x 128 blocks: their scales multiply the partial sum of each 128 k.
-#include "cuda/products/native.cuh"
+#include "cuda/products/sm90.cuh"
 
 namespace diptych::cuda {
 

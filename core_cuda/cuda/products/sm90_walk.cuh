@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/grouped/walk.cuh"
-#include "cuda/products/native.h"
+#include "cuda/products/sm90.h"
 
 namespace diptych::cuda {
 

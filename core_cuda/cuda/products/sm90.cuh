@@ -2,7 +2,7 @@
 // columns, or of 192 rows and 128 columns; persistent thread blocks.
 //
 // Two or three warpgroups of a thread block multiply 64 rows each: while the products of one run, the others promote
-// partial sums. The last warpgroup feeds them (native_feed.cuh): one warp makes the copy engine load 128 k of A's and
+// partial sums. The last warpgroup feeds them (sm90_feed.cuh): one warp makes the copy engine load 128 k of A's and
 // B's rows, several stages ahead; one loads block scales, four k blocks at a time; one announces the next tiles. The
 // two thread blocks of a cluster share a tile of A or B, and each loads half of it for both.
 //
@@ -14,7 +14,7 @@
 #pragma once
 
 #include "cuda/base/launch.cuh"
-#include "cuda/products/native_feed.cuh"
+#include "cuda/products/sm90_feed.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/wgmma.cuh"
 

@@ -1,5 +1,5 @@
 // Operands decoded to bfloat16: no scale is left but per-tensor ones, which the epilogue multiplies.
-#include "cuda/products/native.cuh"
+#include "cuda/products/sm90.cuh"
 
 namespace diptych::cuda {
 
