@@ -36,18 +36,24 @@ def measured(module: str, case: Case, **options: Any) -> Iterator[Row]:
         until = min(room.deadline, time.perf_counter() + 1800) + GRACE
         jobs: Any = torch.multiprocessing.start_processes(_work, given, nprocs=RANKS, join=False, start_method="spawn")
         try:
-            ended = False
-            while not ended:
-                try:
-                    ended = jobs.join(timeout=0.1)
-                finally:
-                    while not rows.empty():
-                        yield rows.get()
-                if time.perf_counter() > until:
-                    raise TimeoutError("the ranks did not end")
+            yield from _received(rows, jobs, until)
         finally:
             for job in jobs.processes:
                 job.kill()
+
+
+def _received(rows: Any, jobs: Any, until: float) -> Iterator[Row]:
+    """Yields what comes through a queue until all jobs have ended. **Raises** TimeoutError if they run after `until`,
+    and what a job has raised."""
+    ended = False
+    while not ended:
+        try:
+            ended = jobs.join(timeout=0.1)
+        finally:
+            while not rows.empty():
+                yield rows.get()
+        if time.perf_counter() > until:
+            raise TimeoutError("the ranks did not end")
 
 
 def _work(

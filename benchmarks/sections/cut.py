@@ -11,8 +11,9 @@ Both GPUs have the same tokens. The result is compared with that of whole blocks
 from __future__ import annotations
 
 import copy
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,62 +72,71 @@ def made(case: Case, rank: int, kind: str) -> nn.Sequential:
     return net
 
 
+def _compiled(
+    case: Case, rank: int, kind: str, recipe: Any, backend: str, operands: tuple[Tensor, Tensor]
+) -> Callable[[], Tensor]:
+    """Returns a step of one kind of blocks, which returns their output. `operands`: input and output's gradient of all
+    ranks."""
+    net = fused(case) if kind == ALONE else made(case, rank, kind)
+    x, grad = [t.chunk(RANKS)[rank] if kind == SEQUENCE else t for t in operands]
+    own = x.clone().requires_grad_()
+    for i, block in enumerate(net):
+        net[i] = torch.compile(block, fullgraph=True, backend=backend)
+
+    def step() -> Tensor:
+        with dt.autocast(recipe=recipe):
+            y = net(own)
+        y.backward(grad)
+        net.zero_grad()
+        own.grad = None
+        return y.detach()
+
+    for _ in range(2):
+        step()
+    return step
+
+
+def _difference(added: Tensor, whole: Tensor, rank: int, kind: str) -> float:
+    """Returns how far the blocks of all ranks are from whole ones. **Raises** RuntimeError above `BOUND`."""
+    want = whole.chunk(RANKS)[rank] if kind == SEQUENCE else whole
+    difference = max(ranks.of_all(room.difference(added, want)))
+    if not difference <= BOUND:
+        raise RuntimeError(f"differs from one GPU by {difference}, at most {BOUND}")
+    return difference
+
+
 def rows(case: Case, rank: int, backend: str) -> Iterator[Row]:
     torch.manual_seed(0)
     x = room.normal(*case.shape)
     dy = torch.randn_like(x)
     found: list[tuple[str, Row]] = []
     calls: dict[str, Any] = {}
-    for recipe_name in case.names:
-        recipe = copy.deepcopy(RECIPES[recipe_name])
-        whole = None
-        for kind in (ALONE, HALF, CUT, SEQUENCE):
-            name = recipe_name if kind == SEQUENCE else f"{recipe_name} {kind}"
-            start, error, row = time.perf_counter(), "", {}
-            try:
-                if any(ranks.of_all(start > room.deadline)):  # together, or one rank would wait for the other
-                    raise TimeoutError("not measured: the section's time was over")
-                net = fused(case) if kind == ALONE else made(case, rank, kind)
-                own = (x.chunk(RANKS)[rank] if kind == SEQUENCE else x).clone().requires_grad_()
-                grad = dy.chunk(RANKS)[rank] if kind == SEQUENCE else dy
-                for i, block in enumerate(net):
-                    net[i] = torch.compile(block, fullgraph=True, backend=backend)
-
-                def step(net: Any = net, own: Tensor = own, grad: Tensor = grad, recipe: Any = recipe) -> Tensor:
-                    with dt.autocast(recipe=recipe):
-                        y = net(own)
-                    y.backward(grad)
-                    net.zero_grad()
-                    own.grad = None
-                    return y.detach()
-
-                for _ in range(2):
-                    step()
-                row["compile s"] = time.perf_counter() - start
-                added = step() - own.detach()
-                if kind == ALONE:
-                    whole = added
-                elif kind != HALF and whole is not None:
-                    want = whole.chunk(RANKS)[rank] if kind == SEQUENCE else whole
-                    row["difference"] = max(ranks.of_all(room.difference(added, want)))
-                    if not row["difference"] <= BOUND:
-                        raise RuntimeError(f"differs from one GPU by {row['difference']}, at most {BOUND}")
-                if kind != ALONE:
-                    calls[name] = step
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
-            errors = [e for e in ranks.of_all(error) if e]
-            if errors:
-                calls.pop(name, None)
-                whole = None if kind == ALONE else whole  # of the other rank
-            if kind != ALONE or errors:
-                found.append(
-                    (name, failed(case, name, errors[0]) if errors else {"case": str(case), "name": name, **row})
-                )
-            if rank == 0:
-                print(
-                    f"{case}: {name}: {'; '.join(errors) or 'right'}, {time.perf_counter() - start:.1f} s", flush=True
-                )
+    whole: Tensor | None = None  # what whole blocks add to x
+    for recipe_name, kind in itertools.product(case.names, (ALONE, HALF, CUT, SEQUENCE)):
+        name = recipe_name if kind == SEQUENCE else f"{recipe_name} {kind}"
+        start, error, row = time.perf_counter(), "", {}
+        whole = None if kind == ALONE else whole
+        try:
+            if any(ranks.of_all(start > room.deadline)):  # together, or one rank would wait for the other
+                raise TimeoutError("not measured: the section's time was over")
+            calls[name] = _compiled(case, rank, kind, copy.deepcopy(RECIPES[recipe_name]), backend, (x, dy))
+            row["compile s"] = time.perf_counter() - start
+            added = calls[name]() - (x.chunk(RANKS)[rank] if kind == SEQUENCE else x)
+            if kind == ALONE:
+                whole = added
+            elif kind != HALF and whole is not None:
+                row["difference"] = _difference(added, whole, rank, kind)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        errors = [e for e in ranks.of_all(error) if e]
+        if errors or kind == ALONE:
+            calls.pop(name, None)
+        if errors and kind == ALONE:
+            whole = None  # of the other rank
+        if kind != ALONE or errors:
+            found.append((name, failed(case, name, errors[0]) if errors else {"case": str(case), "name": name, **row}))
+        if rank == 0:
+            print(f"{case}: {name}: {'; '.join(errors) or 'right'}, {time.perf_counter() - start:.1f} s", flush=True)
     times = ranks.device_seconds(calls, 7)
     walls = ranks.wall_seconds(calls, 3, 4) if room.DEVICE == "cuda" else times
     tokens = case.shape[0] * case.shape[1]

@@ -31,6 +31,7 @@ LONG_LISTS = {
     "lab/diptych/lab/train.py": (1, "each is an option of `diptych train`, which callers give by name"),
 }
 BODY = 60  # lines of a function without its docstring
+NESTING, NESTED_FOLDERS = 5, (*rules.PACKAGES.values(), "benchmarks", "tests/architecture")
 WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (10, 21, 34), "dj.dense": (10, 38, 43)}
 
 
@@ -112,6 +113,37 @@ def _lengths(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> tupl
     return len(given) - (method and bool(given) and given[0].arg in ("self", "cls")), body
 
 
+_BLOCKS = (
+    ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match,
+)  # fmt: skip
+
+
+def nested(root: Path, depth: int = NESTING) -> list[str]:
+    """Returns the functions of packages and benchmarks that have `depth` statements of control flow, each inside of the
+    one before. An `elif` is beside its `if`; functions inside of functions are counted by themselves."""
+    found = []
+    for path in sorted({p for folder in NESTED_FOLDERS for p in (root / folder).rglob("*.py")}):
+        names = _nested_in(ast.parse(path.read_text()), depth, "", 0)
+        found += [f"{path.relative_to(root).as_posix()} {name}" for name in dict.fromkeys(names)]
+    return found
+
+
+def _nested_in(node: ast.AST, depth: int, function: str, now: int) -> list[str]:
+    """Returns what `nested` does below a node that stands inside of `now` statements of a function."""
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += _nested_in(child, depth, child.name, 0)
+            continue
+        beside = isinstance(node, ast.If) and isinstance(child, ast.If) and node.col_offset == child.col_offset
+        inside = now + (isinstance(child, _BLOCKS) and not beside)
+        found += [function] if function and inside >= depth else []
+        found += _nested_in(child, depth, function, inside)
+    return found
+
+
 def figures(root: Path) -> list[Figure]:
     lengths = lines(root)
     return [
@@ -130,6 +162,7 @@ def figures(root: Path) -> list[Figure]:
         Figure("circles of imports", len(rules.import_circles(root)), 0),
         Figure(f"files outside of kernels that mention {ARGUMENT}", len(argument_files(root)), ARGUMENT_FILES),
         *_of_functions(functions(root)),
+        _of_nesting(nested(root)),
         *(figure for name, walk in walks.in_a_fresh_process().items() for figure in _of_a_walk(name, walk)),
     ]
 
@@ -147,6 +180,11 @@ def _of_functions(found: list[Function]) -> list[Figure]:
         ),
         Figure(f"functions with a body of more than {BODY} lines", sum(f.body > BODY for f in found), 0),
     ]
+
+
+def _of_nesting(found: list[str]) -> Figure:
+    names = ", ".join(found)
+    return Figure(f"functions nested five deep or more{f' ({names})' if names else ''}", len(found), 0)
 
 
 def _of_a_walk(name: str, walk: walks.Walk) -> list[Figure]:

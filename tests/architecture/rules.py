@@ -220,17 +220,21 @@ def python_arrows(root: Path) -> list[str]:
     broken = []
     for package, folder in PACKAGES.items():
         for file in sorted(package_files(root, package)):
-            for name in _imports(root / folder / file):
-                parts = name.split(".")
-                where = f"{folder}/{file} imports {name}"
-                if parts[0] == "diptych":
-                    target = _package(parts[1:])
-                    face = package in ROOMS and file == LAB_FACE and target == f"lab.{package}"
-                    if target != package and target not in ARROWS[package] and not face:
-                        broken.append(where)
-                elif parts[0] not in sys.stdlib_module_names and parts[0] not in THIRD_PARTY[package]:
-                    broken.append(where)
+            broken += [
+                f"{folder}/{file} imports {name}"
+                for name in _imports(root / folder / file)
+                if not _may_import(package, file, name.split("."))
+            ]
     return broken
+
+
+def _may_import(package: str, file: str, parts: Sequence[str]) -> bool:
+    """Returns whether a package's file may import a module, given by the parts of its name."""
+    if parts[0] != "diptych":
+        return parts[0] in sys.stdlib_module_names or parts[0] in THIRD_PARTY[package]
+    target = _package(parts[1:])
+    face = package in ROOMS and file == LAB_FACE and target == f"lab.{package}"
+    return target == package or target in ARROWS[package] or face
 
 
 def _package(parts: Sequence[str]) -> str:

@@ -39,3 +39,22 @@ def test_long_parameter_lists_and_bodies_are_seen(tmp_path):
     long, unlisted, bodies = counts._of_functions(counts.functions(tmp_path))
     assert (long.value, unlisted.value, bodies.value) == (2, 2, 1) and not unlisted.kept
     assert "torch_frontend/diptych/torch/x.py" in unlisted.name
+
+
+def test_nesting_is_seen(tmp_path):
+    room = tmp_path / "benchmarks"
+    room.mkdir()
+    four = "for a in b:\n    while a:\n        try:\n            with a:\n                {}\n        finally: ...\n"
+    chain = "if a: ...\n" + "elif b: ...\n" * 6 + "else:\n    if c:\n        if d: ..."
+
+    def function(name, body):
+        return f"def {name}():\n" + "".join(f"    {line}\n" for line in body.splitlines())
+
+    inner = four.format(function("within", "if a: ...").replace("\n", "\n" + " " * 16))
+    functions = {"deep": four.format("if a: ..."), "flat": four.format("a"), "chain": chain, "outer": inner}
+    (room / "x.py").write_text("\n".join(function(name, body) for name, body in functions.items()))
+    assert counts.nested(tmp_path) == ["benchmarks/x.py deep"]
+    assert counts.nested(tmp_path, 4) == [f"benchmarks/x.py {name}" for name in ("deep", "flat", "outer")]
+    assert {*counts.nested(tmp_path, 3)} - {*counts.nested(tmp_path, 4)} == {"benchmarks/x.py chain"}
+    figure = counts._of_nesting(counts.nested(tmp_path))
+    assert figure.value == 1 and not figure.kept and "benchmarks/x.py deep" in figure.name

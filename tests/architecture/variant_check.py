@@ -117,18 +117,18 @@ def invented_checks() -> Tally:
     """Checks that quantize and dequantize work from the row alone, and that gemm raises because it has no kernel."""
     tally, be = Tally(), runner.Numpy()
     for name, fmt in INVENTED.items():
-        for turn, (shape, dtype) in enumerate((s, d) for s in cases.SHAPES for d in cases.INPUT_DTYPES):
-            for values in ("normal", "inf_nan_mix", "powers_of_two"):
-                options = {"pow2": turn % 2 == 1} if fmt.rule == "divide" else {}
-                x = cases.draw(f"{name}-{shape}-{dtype}-{values}", values, shape, dtype)
-                usage = ({}, {"rowwise": False}, {"columnwise": False})[turn % 3]
-                want = oracle.quantize(x, fmt, **options, **usage)
-                label = f"{name} {dtype}{shape} {values} {usage}"
-                for isa in runner.isas():
-                    with runner.setting(isa):
-                        tally.add(f"{name} quantize", check_quantize, be, x, want, name, options, f"{label} {isa}")
-                copy = want.copy("rowwise" in usage)
-                tally.add(f"{name} dequantize", check_dequantize, be, copy, name, dtype, label)
+        turns = enumerate((s, d) for s in cases.SHAPES for d in cases.INPUT_DTYPES)
+        for (turn, (shape, dtype)), values in itertools.product(turns, ("normal", "inf_nan_mix", "powers_of_two")):
+            options = {"pow2": turn % 2 == 1} if fmt.rule == "divide" else {}
+            x = cases.draw(f"{name}-{shape}-{dtype}-{values}", values, shape, dtype)
+            usage = ({}, {"rowwise": False}, {"columnwise": False})[turn % 3]
+            want = oracle.quantize(x, fmt, **options, **usage)
+            label = f"{name} {dtype}{shape} {values} {usage}"
+            for isa in runner.isas():
+                with runner.setting(isa):
+                    tally.add(f"{name} quantize", check_quantize, be, x, want, name, options, f"{label} {isa}")
+            copy = want.copy("rowwise" in usage)
+            tally.add(f"{name} dequantize", check_dequantize, be, copy, name, dtype, label)
         # The public face knows the row through the twin table and the shared shape rules alone.
         x = cases.draw(f"{name}-face", "normal", (2, 13, 50), "float32")
         q, want = core.quantize(x, InventedQuantizer(name=name)), oracle.quantize(x, fmt)

@@ -183,26 +183,9 @@ def _read(f: BinaryIO) -> Checkpoint:
 
 def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
     """Returns each member's bytes, uint8, by its name without ".npy"."""
-    members: dict[str, np.ndarray] = {}
-    left = size
     try:
         with zipfile.ZipFile(f) as archive:
-            for info in archive.infolist():
-                name = info.filename.removesuffix(".npy")
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is compressed, checkpoints are not")
-                left -= info.file_size
-                if info.file_size != info.compress_size or left < 0:
-                    raise _Damage(
-                        f"damaged: {_short(info.filename)!r} is said to have more bytes than the file, which has {size}"
-                    )
-                if name in members or name == info.filename:
-                    raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is there twice or is no .npy")
-                members[name] = raw = np.empty(info.file_size, np.uint8)
-                with archive.open(info) as member:
-                    got = member.readinto(raw.data) if len(raw) else 0  # type: ignore[arg-type]
-                    if got != len(raw) or member.read(1):  # past the end: its CRC is compared there
-                        raise _Damage(f"damaged: {_short(info.filename)!r} ends after {got} of {len(raw)} bytes")
+            return _stored(archive, size)
     except _BAD_ARCHIVE as e:
         if isinstance(e, OSError) and e.errno != errno.EINVAL:  # EINVAL: an offset in the archive is impossible
             raise
@@ -210,6 +193,28 @@ def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
         found = "it is empty" if not size else f"{type(e).__name__}: {_short(str(e))}"
         found = "it is a single array, not an archive" if f.read(6) == _MAGIC[:6] else found
         raise _Damage(f"damaged or not a checkpoint ({found})") from e
+
+
+def _stored(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
+    """Returns what `_members` does, of an open archive in a file of `size` bytes."""
+    members: dict[str, np.ndarray] = {}
+    left = size
+    for info in archive.infolist():
+        name = info.filename.removesuffix(".npy")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is compressed, checkpoints are not")
+        left -= info.file_size
+        if info.file_size != info.compress_size or left < 0:
+            raise _Damage(
+                f"damaged: {_short(info.filename)!r} is said to have more bytes than the file, which has {size}"
+            )
+        if name in members or name == info.filename:
+            raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is there twice or is no .npy")
+        members[name] = raw = np.empty(info.file_size, np.uint8)
+        with archive.open(info) as member:
+            got = member.readinto(raw.data) if len(raw) else 0  # type: ignore[arg-type]
+            if got != len(raw) or member.read(1):  # past the end: its CRC is compared there
+                raise _Damage(f"damaged: {_short(info.filename)!r} ends after {got} of {len(raw)} bytes")
     return members
 
 

@@ -95,16 +95,24 @@ class Parts:
             alike.setdefault(key, []).append((gather, plan, part))
         for some in alike.values():
             for (gather, plan, part), buffers in zip(some, _quantized(some, mesh), strict=True):
-                made, same = dict(zip(plan.names, buffers, strict=True)), {}
-                for name, t in made.items():
-                    if name not in plan.sent:
-                        if t.numel() == 1 and t.dtype == torch.float32:
-                            known.add(gather.whole[name], t)
-                        else:
-                            same[name] = t
+                made = dict(zip(plan.names, buffers, strict=True))
+                same = _not_sent(made, gather, plan, known)
                 shape = (part.shape[0] * ranks, *part.shape[1:])
                 received = Received(plan, same, known, shape, part.dtype, ranks)
                 self._made[id(gather)] = tuple([made[name].view(torch.uint8) for name in plan.sent]), received
+
+
+def _not_sent(made: dict[str, Tensor], gather: Gather, plan: Plan, known: Known) -> dict[str, Tensor]:
+    """Returns the buffers of a part that every rank has, by name, without the single numbers: these go to `known`."""
+    same = {}
+    for name, t in made.items():
+        if name in plan.sent:
+            continue
+        if t.numel() == 1 and t.dtype == torch.float32:
+            known.add(gather.whole[name], t)
+        else:
+            same[name] = t
+    return same
 
 
 def _quantized(some: list[tuple[Gather, Plan, Tensor]], mesh: Any) -> list[list[Tensor]]:
