@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("compiled_once")]
 SETTINGS = train.Settings(batch=2, eval_every=3, eval_batches=2, checkpoint_every=2)
 
 
-def run(frontend, job_, data, **more):
-    return train.run(frontend, job_, data, SETTINGS, progress=False, **more)
+def run(frontend, job_, data, **stretch):
+    return train.run(frontend, job_, data, SETTINGS, train.Stretch(**stretch), progress=False)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,20 @@ class Settings:
         return sorted({steps, *range(self.eval_every, steps + 1, self.eval_every)}) if self.eval_every else [steps]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """The part of a run that one call makes. `checkpoint`: path of the checkpoint, written every
+    `Settings.checkpoint_every` steps and at the end. `resume`: a checkpoint to continue. `stop_after`: end after this
+    many updates in all, before the job's last."""
+
+    checkpoint: pathlib.Path | None = None
+    resume: pathlib.Path | None = None
+    stop_after: int | None = None
+
+
+WHOLE = Stretch()
+
+
 @dataclasses.dataclass
 class RunResult:
     """The curves, kernel calls and times of one run. `scales`: the delayed scales by number of updates."""
@@ -75,21 +89,18 @@ def run(
     job: Job,
     data: ByteData,
     settings: Settings,
+    stretch: Stretch = WHOLE,
     *,
     name: str = "",
-    checkpoint: pathlib.Path | None = None,
-    resume: pathlib.Path | None = None,
-    stop_after: int | None = None,
     on_step: Callable[[int, float, float | None], Any] | None = None,
     stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> RunResult:
     """Trains one job from its seed, or continues from a checkpoint.
 
-    **Arguments:** `checkpoint`: path of the checkpoint, written every `settings.checkpoint_every` steps and at the end.
-    `resume`: a checkpoint to continue. `stop_after`: end after this many updates in all, before `job.optim.steps`.
-    `on_step`: called with (updates so far, loss, validation loss or None). `stop`: called after every step; if it
-    returns True, the checkpoint is written and KeyboardInterrupt raised.
+    **Arguments:** `stretch`: the updates to make, and the checkpoints before and after them. `on_step`: called with
+    (updates so far, loss, validation loss or None). `stop`: called after every step; if it returns True, the checkpoint
+    is written and KeyboardInterrupt raised.
 
     **Returns:** a `RunResult`, whose losses include those before a resume.
 
@@ -100,16 +111,16 @@ def run(
     losses: list[float] = []
     validation: dict[int, float] = {}
     start = None
-    if resume is not None:
-        start = ckpt.load(resume)
-        ckpt.check(start, job, ours, resume)
+    if stretch.resume is not None:
+        start = ckpt.load(stretch.resume)
+        ckpt.check(start, job, ours, stretch.resume)
         losses, validation = list(start.losses), dict(start.validation)
     trainer = frontend.trainer(job, initial_weights(job.model, settings.seed) if start is None else start.state.weights)
     if start is not None:
         trainer.restore(start.state)
     held_out = data.validation_batches(settings.eval_batches, settings.batch, job.model.seq)
     evaluations = set(settings.evaluations(steps))
-    first, last = len(losses), min(steps, stop_after or steps)
+    first, last = len(losses), min(steps, stretch.stop_after or steps)
     core.reset_calls()
     began, evaluated = time.perf_counter(), 0
     durations: list[float] = []
@@ -138,9 +149,9 @@ def run(
             bar.set_postfix_str(f"loss {loss:.3f}{shown}")
             every = settings.checkpoint_every
             stopping = stop is not None and stop()
-            if checkpoint is not None and (stopping or done == last or (every and done % every == 0)):
+            if stretch.checkpoint is not None and (stopping or done == last or (every and done % every == 0)):
                 record = ckpt.Checkpoint(trainer.state(), np.array(losses), validation, ours, frontend.name)
-                ckpt.save(checkpoint, record)
+                ckpt.save(stretch.checkpoint, record)
             if stopping and done < last:
                 raise KeyboardInterrupt
     return RunResult(

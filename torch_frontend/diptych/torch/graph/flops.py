@@ -31,22 +31,20 @@ def register(packet: Any, formula: Callable[..., int], raw: bool = False) -> Non
     register_flop_formula(packet, get_raw=raw)(formula)
 
 
-def _gemm(
-    a_data: _Shape, a_scale_inv: _Shape, a_amax: _Shape | None, a_format: int, a_columnwise: bool,
-    b_data: _Shape, b_scale_inv: _Shape, b_amax: _Shape | None, b_format: int, b_columnwise: bool,
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    shape = shapes.gemm_shape(FORMATS[a_format], a_columnwise, a_data, FORMATS[b_format], b_columnwise, b_data)
+def _operands(given: tuple[Any, ...]) -> list[Any]:
+    """Returns (format, columnwise or not, shape) of both operands one after the other, as rules of shapes take them.
+    `given`: an op's arguments, which begin with both copies."""
+    return [part for i in (0, 5) for part in (FORMATS[given[i + 3]], given[i + 4], given[i])]
+
+
+def _gemm(*given: Any, **_: Any) -> int:
+    shape = shapes.gemm_shape(*_operands(given))
     return 2 * shape.m * shape.n * shape.k
 
 
-def _grouped_gemm(
-    a_data: _Shape, a_scale_inv: _Shape, a_amax: _Shape | None, a_format: int, a_columnwise: bool,
-    b_data: _Shape, b_scale_inv: _Shape, b_amax: _Shape | None, b_format: int, b_columnwise: bool,
-    offsets: _Shape, *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    formats = FORMATS[a_format], FORMATS[b_format]
-    shape = grouped_shape(offsets[0] - 1, formats[0], a_columnwise, a_data, formats[1], b_columnwise, b_data)
+def _grouped_gemm(*given: Any, **_: Any) -> int:
+    (groups,) = given[10]  # of the offsets
+    shape = grouped_shape(groups - 1, *_operands(given))
     return 2 * shape.out[-2] * shape.n * shape.k  # of [G, M, N], the result of a product over rows, K is all rows
 
 
