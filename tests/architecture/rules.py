@@ -56,10 +56,8 @@ THIRD_PARTY = {
     "lab.jax": {"jax", "numpy", "optax"},
 }
 # The same for common's rooms, which also import from its single files.
-COMMON_ROOMS = {
-    "ops": {"errors", "formats", "gemm_options", "quantizers", "value"},
-    "layers": {"arguments", "errors", "formats", "gemm_options", "quantizers", "recipes", "value", "ops"},
-}
+_VALUES = {"errors", "formats", "gemm_options", "quantizers", "value"}
+COMMON_ROOMS = {"ops": _VALUES, "layers": {*_VALUES, "arguments", "layer_options", "recipes", "ops"}}
 # Rooms and files that only one framework has, with the reason.
 UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them into jaxprs by itself",

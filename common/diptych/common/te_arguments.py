@@ -1,17 +1,20 @@
-"""Arguments that modules and functions have in TransformerEngine but not in diptych.
+"""Arguments as TransformerEngine's modules and functions name them: what they say as values, or why they are refused.
 
-An argument is accepted with the value that turns its feature off. Arguments that diptych has too (`params_dtype`,
-`init_method`, `return_bias`; of dense layers `tp_group` and the like) are parameters of the modules themselves.
-Arguments without effect warn once per process.
+`module_arguments` takes those that all constructors have, and returns a `ModuleArguments`. An argument that diptych
+does not have is accepted with the value that turns its feature off. Arguments without effect warn once per process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import IgnoredArgumentWarning, UnsupportedError
+from diptych.common.layer_options import Originals, TensorParallel, WeightGradientOptions
+from diptych.common.recipes import Recipe
 
 # Each argument with the one accepted value, which turns its feature off, and why other values are refused.
 _PARALLEL = "this module is not cut over a tensor-parallel group"
@@ -50,8 +53,9 @@ _WITHOUT_EFFECT = {
 _said: set[str] = set()
 
 
-def absorb(op: str, given: Mapping[str, Any]) -> None:
-    """Checks arguments of TransformerEngine that a module or function of diptych does not have.
+def absorb(op: str, given: Mapping[str, Any], stacklevel: int = 3) -> None:
+    """Checks arguments of TransformerEngine that a module or function of diptych does not have. `stacklevel`: of
+    warnings, as `warnings.warn` takes it; 3 is the caller of the function that calls this.
 
     **Raises** NotImplementedError for a value whose feature diptych lacks, TypeError for an argument that neither has.
     """
@@ -62,7 +66,7 @@ def absorb(op: str, given: Mapping[str, Any]) -> None:
                 warnings.warn(
                     f"{op}: {name}={value!r} has no effect: {_WITHOUT_EFFECT[name]}",
                     IgnoredArgumentWarning,
-                    stacklevel=4,
+                    stacklevel=stacklevel,
                 )
         elif name not in _REFUSED:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
@@ -72,12 +76,55 @@ def absorb(op: str, given: Mapping[str, Any]) -> None:
                 raise UnsupportedError(f"{op}: {name} must be {nothing!r}, got {value!r}: {why}")
 
 
-def dtype_of(op: str, dtype: Any, params_dtype: Any) -> Any:
-    """Returns the dtype of a module's parameters, given under either name, or None. **Raises** ValueError if both are
-    given and differ."""
+def placed(op: str, device: Any, dtype: Any, params_dtype: Any) -> dict[str, Any]:
+    """Returns `device` and `dtype` of a module's parameters, as functions that make tensors take them. `params_dtype`:
+    another name of `dtype`. **Raises** ValueError if both are given and differ."""
     if dtype is not None and params_dtype is not None and dtype != params_dtype:
         raise ValueError(f"{op}: dtype={dtype} and params_dtype={params_dtype} name the same thing; give one of them")
-    return params_dtype if dtype is None else dtype
+    return {"device": device, "dtype": params_dtype if dtype is None else dtype}
+
+
+_WHOLE = TensorParallel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleArguments:
+    """The arguments that the constructors of all modules of linear layers have, as values. `placed`: `device` and
+    `dtype` of the parameters. `init_method`: fills a weight, or None. `return_bias`: the call returns the bias instead
+    of adding it."""
+
+    recipe: Recipe | None
+    name: str
+    placed: dict[str, Any]
+    originals: Originals
+    weight_gradients: WeightGradientOptions
+    parallel: TensorParallel
+    init_method: Callable[[Any], Any] | None
+    return_bias: bool
+
+
+def module_arguments(
+    op: str,
+    others: Mapping[str, Any],
+    recipe: Any,
+    name: str | None,
+    placed: dict[str, Any],
+    *,
+    originals: Originals,
+    weight_gradients: WeightGradientOptions,
+    parallel: TensorParallel = _WHOLE,
+    init_method: Callable[[Any], Any] | None,
+    return_bias: bool,
+) -> ModuleArguments:
+    """Returns the arguments of a module's constructor, checked. `others`: those that diptych does not have.
+
+    **Raises** as `absorb`; ArgumentError for no recipe and for arguments about parallelism of other kinds, ValueError
+    for an unknown parallel mode.
+    """
+    absorb(op, others, stacklevel=4)
+    require_recipe(op, recipe)
+    parallel.require(op)
+    return ModuleArguments(recipe, name or "", placed, originals, weight_gradients, parallel, init_method, return_bias)
 
 
 def one_input(op: str, input: Any, inp: Any) -> Any:

@@ -93,8 +93,9 @@ def test_what_is_positional_there_is_not_read_as_something_else(name):
 
 def test_what_has_no_effect_says_so_once(monkeypatch):
     monkeypatch.setattr(te_arguments, "_said", set())
-    with pytest.warns(IgnoredArgumentWarning, match="Linear: ub_name='qkv' has no effect"):
+    with pytest.warns(IgnoredArgumentWarning, match="Linear: ub_name='qkv' has no effect") as said:
         dt.Linear(16, 16, ub_name="qkv")
+    assert said[0].filename == __file__, "the warning points to the line that makes the module"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dt.Linear(16, 16, ub_name="proj")

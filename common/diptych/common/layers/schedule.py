@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diptych.common.formats import FORMATS
+from diptych.common.layer_options import NO_ORIGINALS, Originals
 from diptych.common.layers.plan import LinearPlan, TensorPlan
 from diptych.common.quantizers import STOCHASTIC, Quantizer
 
@@ -52,11 +53,9 @@ def late_states(calls: tuple[Call, ...], late: tuple[Call, ...]) -> list[str]:
     return [c.state for c in late if c.state and c.state not in known]
 
 
-def make_schedule(
-    plan: LinearPlan, need_dx: bool, need_dw: bool, original: bool, original_weight: bool = False
-) -> Schedule:
-    """Returns the schedule of one call. `original`, `original_weight`: backward keeps the original input or weight, not
-    a copy of it. A weight's copies that the user's own code makes are kept."""
+def make_schedule(plan: LinearPlan, need_dx: bool, need_dw: bool, originals: Originals = NO_ORIGINALS) -> Schedule:
+    """Returns the schedule of one call. A weight's copies that the user's own code makes are kept, whatever `originals`
+    says."""
     kept = []
     for tensor, needed in ((plan.input, need_dw), (plan.weight, need_dx)):
         side, held = "columnwise", tensor.columnwise
@@ -65,9 +64,9 @@ def make_schedule(
         kept.append("" if not needed else "original" if held is None else side)
     x_late: tuple[Call, ...] = ()
     w_late: tuple[Call, ...] = ()
-    if original and kept[0] not in ("", "original"):
+    if originals.input and kept[0] not in ("", "original"):
         x_late = _calls(plan.input, 0, kept[0] == "rowwise", kept[0] == "columnwise")
-    if original_weight and kept[1] not in ("", "original"):
+    if originals.weight and kept[1] not in ("", "original"):
         w_late = _calls(plan.weight, 2, kept[1] == "rowwise", kept[1] == "columnwise")
         w_late = () if w_late[0].quantizer.implementation() is not None else w_late
     x = _calls(plan.input, 0, True, kept[0] == "columnwise" and not x_late)

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.layers.held import high_precision
-from diptych.jax.layers.options import Amaxes, Options, States
+from diptych.jax.layers.options import Amaxes, CallState, Options, States
 from diptych.jax.layers.products import Needs, Saved, check_transport, perturbed, primals, recorded, state_gradients
 from diptych.jax.primitives.register import defvjp
 from diptych.jax.tensors.copies import add_bias, matmul
@@ -49,7 +49,7 @@ def _observe_forward(options: Options, *args: Any) -> tuple[tuple[Array, States]
     wanted = tuple(name for name, state in args[1].items() if perturbed(state))
     y, states, amaxes = primals(args)
     check_transport(options, wanted, amaxes, [n for n in states if n.startswith("grad_output")])
-    saved = Saved(None, None, states, amaxes, None, options, Needs(False, False, "", None, wanted))
+    saved = Saved(None, None, CallState(states), amaxes, options, Needs(False, False, "", None, wanted))
     return (y, recorded(states, amaxes, options)), saved
 
 
@@ -58,7 +58,7 @@ def _observe_backward(options: Options, saved: Saved, grads: tuple[Any, States])
     if isinstance(dy, SymbolicZero):
         return None, state_gradients(saved, {}, later), None
     amax = quantize_verbs.amax(dy)
-    amaxes = {name: [amax] for name in saved.states if name.startswith("grad_output")}
+    amaxes = {name: [amax] for name in saved.state.states if name.startswith("grad_output")}
     return dy, state_gradients(saved, amaxes, later), None
 
 

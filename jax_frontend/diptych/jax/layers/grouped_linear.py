@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.gemm_options import GemmOptions
+from diptych.common.layer_options import Originals
 from diptych.common.layers.checks import (
     require_align,
     require_fit,
@@ -50,7 +51,7 @@ from diptych.jax.layers.calibrate import observed
 from diptych.jax.layers.checks import STACK, check_rng, kernel_operand, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.linear import prepare
-from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.options import CallState, Options, States
 from diptych.jax.layers.products import (
     DenseGradients,
     LayerArrays,
@@ -142,7 +143,7 @@ def grouped_dense(
         y = _plain(x, kernel, bias, offsets)
         return (y, {}) if return_state else y
     axes = _axes(recipe, row_axes)
-    options = Options(recipe, module, name, save_original_input, record, return_state, axes[0], op, axes[1])
+    options = Options(recipe, module, name, Originals(save_original_input), record, return_state, axes[0], op, axes[1])
     states = check_states(op, state, options.plan, recipe)
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
@@ -152,8 +153,8 @@ def grouped_dense(
     else:
         operands = (x, bias, offsets, maps, *prepare(kernel, options, copies, main_grad))
         x, bias, offsets, maps, trained, copies, main_grad = same_axes(*operands)
-        views = viewed(states, (x, trained, bias, main_grad))
-        layer = LayerArrays(trained, bias, views, rng, copies, main_grad)
+        of_call = CallState(viewed(states, (x, trained, bias, main_grad)), rng)
+        layer = LayerArrays(trained, bias, of_call, copies, main_grad)
         out: Any = _grouped_dense(options, promise, x, layer, offsets, maps)
         y, news = out
     news = returned(states, news)
@@ -163,7 +164,7 @@ def grouped_dense(
 def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
     """The layer in high precision."""
     x, kernel, bias, offsets = same_axes(x, high_precision(kernel, x.dtype), bias, offsets)
-    layer = LayerArrays(kernel, bias, {}, None, None)
+    layer = LayerArrays(kernel, bias, CallState({}), None)
     out: Any = _grouped_dense(Options(HIGH_PRECISION), 1, x, layer, offsets, None)
     return out[0]
 
@@ -308,7 +309,7 @@ def _grouped_dense(
     _require_supported(options, align, layer.kernel is None, False, False)
     rows, groups = _rows(x, maps, _read_forward(options.schedule(False, False))), Groups(offsets, align)
     y, _, _, amaxes = fprop(options, False, False, rows, layer, groups)
-    return y, recorded(layer.states, amaxes, options)
+    return y, recorded(layer.state.states, amaxes, options)
 
 
 def _forward(options: Options, align: int, x: Any, layer: LayerArrays, *groups: Any) -> Any:

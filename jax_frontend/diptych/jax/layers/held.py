@@ -13,7 +13,7 @@ from diptych.common.layers.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.layers import quantize
-from diptych.jax.layers.options import Options
+from diptych.jax.layers.options import CallState, Options
 from diptych.jax.layers.products import recorded
 from diptych.jax.primitives import checks
 from diptych.jax.state.carry import has_ref, returned, viewed
@@ -75,7 +75,7 @@ def quantize_kernel(
         raise ShapeError(f"quantize_kernel: kernel must be [N, K], or a stack [G, N, K], got {list(kernel.shape)}")
     states = check_states("quantize_kernel", state, options.plan, recipe)
     s = options.schedule(True, False)
-    copies, amaxes = quantize.quantize_weight(kernel, s.w, options, viewed(states, ()), rng)
+    copies, amaxes = quantize.quantize_weight(kernel, s.w, options, CallState(viewed(states, ()), rng))
     if lost := [slot for slot in amaxes if not (return_state or has_ref(states[slot]))]:
         raise ValueError(f"quantize_kernel: the amax of {', '.join(lost)} would be lost: pass return_state=True")
     news = returned(states, recorded(viewed(states, ()), amaxes, options))

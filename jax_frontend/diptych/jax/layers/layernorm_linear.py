@@ -20,6 +20,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
+from diptych.common.layer_options import Originals
 from diptych.common.layers.plan import input_fusable
 from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe
@@ -30,7 +31,7 @@ from diptych.jax.layers import products
 from diptych.jax.layers.calibrate import calibrated, plain
 from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.linear import prepare
-from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.options import CallState, Options, States
 from diptych.jax.layers.products import DenseGradients, LayerArrays, Needs, cotangents, primals
 from diptych.jax.primitives import norm as norm_ops
 from diptych.jax.primitives.checks import same_axes
@@ -99,7 +100,7 @@ def layernorm_dense(
         refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         z: Any = norm_verbs.layernorm(norm, *same_axes(x, gamma, beta))
         return _results(plain(z, kernel, bias), z if return_layernorm_output else None, {} if return_state else None)
-    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
+    options = Options(recipe, module, name, Originals(save_original_input), record, return_state, group_axes(recipe))
     states = check_states(op, state, options.plan, recipe)
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
@@ -111,7 +112,7 @@ def layernorm_dense(
         array, copies, main_grad = prepare(kernel, options, copies, main_grad)
         args = same_axes(x, gamma, beta, array, bias, main_grad, copies)
         x, gamma, beta, array, bias, main_grad, copies = args
-        layer = LayerArrays(array, bias, viewed(states, args[:-1]), rng, copies, main_grad)
+        layer = LayerArrays(array, bias, CallState(viewed(states, args[:-1]), rng), copies, main_grad)
         normed = NormedOptions(norm, options, return_layernorm_output)
         out: Any = _layernorm_dense(normed, x, gamma, beta, layer)
         (y, news), z = out
@@ -145,7 +146,7 @@ def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInp
 def remade(saved: products.Saved) -> tuple[products.Saved, bool, Array | None]:
     """Returns (a product's residuals without an original input, whether there was one, its amax if known)."""
     x = saved.x
-    again = saved.options.save_original_input and isinstance(x, (jax.Array, FusedInput))
+    again = saved.options.originals.input and isinstance(x, (jax.Array, FusedInput))
     return dataclasses.replace(saved, x=None) if again else saved, again, x.amax if isinstance(x, FusedInput) else None
 
 
@@ -193,7 +194,7 @@ def normed_forward(
     options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, layer: LayerArrays
 ) -> tuple[tuple[tuple[Array, States], Array | None], Saved]:
     """Returns ((y, new states), z if requested), and the residuals."""
-    again = options.linear.save_original_input
+    again = options.linear.originals.input
     kept = reads_input(options.linear, needs) and not again
     operand, stats, z = norm_operand(options, x, gamma, beta, options.with_z or kept)
     if again:
@@ -231,7 +232,7 @@ def normed_backward(
 def _layernorm_dense(options: NormedOptions, x: Any, gamma: Any, beta: Any, layer: LayerArrays) -> Any:
     operand, _, z = norm_operand(options, x, gamma, beta, options.with_z)
     y, _, _, amaxes = products.fprop(options.linear, False, False, operand, layer)
-    return (y, products.recorded(layer.states, amaxes, options.linear)), z
+    return (y, products.recorded(layer.state.states, amaxes, options.linear)), z
 
 
 def _forward(options: NormedOptions, *args: Any) -> Any:

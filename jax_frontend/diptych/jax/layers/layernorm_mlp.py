@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.layer_options import Originals
 from diptych.common.layers.checks import Names
 from diptych.common.layers.plan import fusable, input_fusable
 from diptych.common.ops.activation import ActivationOptions, activation_options
@@ -53,7 +54,7 @@ from diptych.jax.layers.layernorm_linear import (
 )
 from diptych.jax.layers.layernorm_linear import Saved as NormedSaved
 from diptych.jax.layers.linear import prepare
-from diptych.jax.layers.options import Options
+from diptych.jax.layers.options import CallState, Options
 from diptych.jax.layers.products import OFFSETS, LayerArrays, Needs, cotangents, fprop, primals, recorded
 from diptych.jax.layers.quantize import quantize_operand, rng_at
 from diptych.jax.primitives import activation as activation_ops
@@ -146,7 +147,7 @@ def layernorm_mlp(
         h = plain(norm_verbs.layernorm(norm, *same_axes(x, gamma, beta)), kernel1, bias1)
         y = plain(activation_verbs.activate(*act, h), kernel2, bias2)
         return (y, {}) if return_state else y
-    fc1, fc2 = _parts(recipe, module, name, save_original_input, record, return_state)
+    fc1, fc2 = _parts(recipe, module, name, Originals(save_original_input), record, return_state)
     states = _check_states(op, state, recipe, fc1, fc2)
     if calibrate:
         refuse_calibration(op, record, **given)
@@ -164,8 +165,9 @@ def layernorm_mlp(
         args = same_axes(x, gamma, beta, array1, bias1, main1, array2, bias2, main2, copies1, copies2)
         views = {part: viewed(own, args[:-2]) for part, own in states.items()}
         x, gamma, beta, array1, bias1, main1, array2, bias2, main2, copies1, copies2 = args
-        first = LayerArrays(array1, bias1, views["fc1"], rng, copies1, main1)
-        second = LayerArrays(array2, bias2, views["fc2"], rng if rng is None else rng_at(rng, OFFSETS), copies2, main2)
+        rng2 = rng if rng is None else rng_at(rng, OFFSETS)
+        first = LayerArrays(array1, bias1, CallState(views["fc1"], rng), copies1, main1)
+        second = LayerArrays(array2, bias2, CallState(views["fc2"], rng2), copies2, main2)
         out: Any = _mlp(MLPOptions(NormedOptions(norm, fc1), fc2, act), x, gamma, beta, first, second)
         y, news = out
     news = {part: returned(own, news[part]) for part, own in states.items()}
@@ -173,12 +175,16 @@ def layernorm_mlp(
 
 
 def _parts(
-    recipe: Recipe, module: str, name: str, original: bool, record: bool, returns: bool
+    recipe: Recipe, module: str, name: str, originals: Originals, record: bool, returns: bool
 ) -> tuple[Options, Options]:
     """Returns the options of both linear layers."""
     group = group_axes(recipe)
-    fc1, fc2 = (Options(recipe, module, part_name(name, part), True, record, returns, group) for part in PARTS)
-    return fc1._replace(save_original_input=original), fc2
+    kept = originals, originals._replace(input=True)
+    fc1, fc2 = (
+        Options(recipe, module, part_name(name, part), of_part, record, returns, group)
+        for part, of_part in zip(PARTS, kept, strict=True)
+    )
+    return fc1, fc2
 
 
 def part_name(name: str, part: str) -> str:
@@ -254,7 +260,7 @@ def _mlp(options: MLPOptions, x: Any, gamma: Any, beta: Any, first: LayerArrays,
     z, _, _ = norm_operand(options.fc1, x, gamma, beta, False)
     h, _, _, amaxes1 = fprop(fc1, False, False, z, first)
     y, _, _, amaxes2 = fprop(fc2, False, False, _activation(options, h), second)
-    return y, {"fc1": recorded(first.states, amaxes1, fc1), "fc2": recorded(second.states, amaxes2, fc2)}
+    return y, {"fc1": recorded(first.state.states, amaxes1, fc1), "fc2": recorded(second.state.states, amaxes2, fc2)}
 
 
 @functools.partial(
@@ -288,7 +294,7 @@ def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, 
     dbias1, fc1 = None, of_fc1.linear
     if isinstance(dh, FusedInput) and not (fc1.needs.dx or fc1.needs.dw):  # bias1 alone: the sum comes with a copy
         s = fc1.options.schedule(True, False)
-        dbias1 = quantize_operand(dh, s.dy, fc1.options, fc1.states, fc1.rng, fc1.needs.bias_dtype or "")[2]
+        dbias1 = quantize_operand(dh, s.dy, fc1.options, fc1.state, fc1.needs.bias_dtype or "")[2]
         dh = _NOTHING
     of_norm, made1 = normed_backward(of_fc1, dh, later1)
     return of_norm, made1, made2, dbias1 if made1.bias is None else made1.bias

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 
 from diptych.common.arguments import require_recipe
+from diptych.common.layer_options import Originals
 from diptych.common.recipes import Recipe
 from diptych.jax.layers.calibrate import calibrated, plain
 from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.held import held_copies
-from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.options import CallState, Options, States
 from diptych.jax.layers.products import (
     LayerArrays,
     Needs,
@@ -98,7 +99,7 @@ def dense(
         refuse_without_recipe("dense", state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         y = plain(x, kernel, bias)
         return (y, {}) if return_state else y
-    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
+    options = Options(recipe, module, name, Originals(save_original_input), record, return_state, group_axes(recipe))
     states = check_states("dense", state, options.plan, recipe)
     if calibrate:
         refuse_calibration("dense", record, copies=copies, main_grad=main_grad)
@@ -106,8 +107,8 @@ def dense(
         y, news = calibrated(options, x, kernel, bias, views)
     else:
         x, bias, trained, copies, main_grad = same_axes(x, bias, *prepare(kernel, options, copies, main_grad))
-        views = viewed(states, (x, trained, bias, main_grad))
-        out: Any = _dense(options, x, LayerArrays(trained, bias, views, rng, copies, main_grad))
+        of_call = CallState(viewed(states, (x, trained, bias, main_grad)), rng)
+        out: Any = _dense(options, x, LayerArrays(trained, bias, of_call, copies, main_grad))
         y, news = out
     news = returned(states, news)
     return (y, news) if return_state else y
@@ -130,7 +131,7 @@ def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(options: Options, x: Array, layer: LayerArrays) -> tuple[Array, States]:
     y, _, _, amaxes = fprop(options, False, False, x, layer)
-    return y, recorded(layer.states, amaxes, options)
+    return y, recorded(layer.state.states, amaxes, options)
 
 
 def _forward(options: Options, x: Any, layer: LayerArrays) -> tuple[tuple[Array, States], Saved]:

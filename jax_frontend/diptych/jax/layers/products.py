@@ -33,7 +33,7 @@ from diptych.common.layers.schedule import Schedule
 from diptych.common.ops import shapes
 from diptych.jax.functional import gemm as gemm_verbs
 from diptych.jax.functional.source import FusedInput
-from diptych.jax.layers.options import Amaxes, Options, States
+from diptych.jax.layers.options import Amaxes, CallState, Options, States
 from diptych.jax.layers.quantize import quantize_calls, quantize_operand, quantize_weight, requantized_result, verb_of
 from diptych.jax.state.scales import ScaleState, gradient, record
 from diptych.jax.tensors.copies import Operand, add_bias, matmul, named, pick, values
@@ -75,16 +75,16 @@ class WeightGradient(NamedTuple):
 
     dy: Operand
     x: Operand
-    rng: Array | None
     dtype: str
-    options: Options
     schedule: Schedule
+    options: Options
+    state: CallState
     products: Products
 
     def compute(self) -> Array:
         """Returns the gradient, of the kernel's shape, in `dtype`."""
         dw = self.products.product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.options[2])
-        return requantized_result(dw, self.schedule.results[2], self.options.of_kernels, self.rng, verb_of(dw))
+        return requantized_result(dw, self.schedule.results[2], self.options.of_kernels, self.state, verb_of(dw))
 
 
 # --- forward ---
@@ -98,8 +98,7 @@ class LayerArrays(NamedTuple):
 
     kernel: Any
     bias: Any
-    states: Any
-    rng: Any
+    state: CallState
     copies: Any
     main_grad: Any = None
 
@@ -134,7 +133,7 @@ class Needs(NamedTuple):
 
         **Raises** UnsupportedError if a gradient of `copies` is needed.
         """
-        kernel, bias, states, _, copies, main_grad = layer
+        kernel, bias, (states, _), copies, main_grad = layer
         if perturbed(copies):
             raise UnsupportedError(
                 f"{op}: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
@@ -152,7 +151,7 @@ class Needs(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("x", "w", "states", "amaxes", "rng", "products"),
+    data_fields=("x", "w", "state", "amaxes", "products"),
     meta_fields=("options", "needs"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +164,8 @@ class Saved:
 
     x: Operand
     w: Operand
-    states: States
+    state: CallState
     amaxes: Amaxes
-    rng: Array | None
     options: Options
     needs: Needs
     products: Products = LINEAR
@@ -182,13 +180,13 @@ def fprop(
     products: Products = LINEAR,
 ) -> tuple[Array, Operand, Operand, Amaxes]:
     """Returns y, the operands of x and kernel that backward reads, and the amaxes to record."""
-    kernel, bias, states, rng, copies, _ = layer
+    kernel, bias, state, copies, _ = layer
     s = options.schedule(need_dx, need_dw)
-    copies_x, amaxes = quantize_calls(x, s.x, options, states, rng)
+    copies_x, amaxes = quantize_calls(x, s.x, options, state)
     original = kernel
     if copies is None:
         assert kernel is not None
-        copies, of_kernel = quantize_weight(kernel, s.w, options, states, rng)
+        copies, of_kernel = quantize_weight(kernel, s.w, options, state)
         amaxes |= of_kernel
     elif kernel is None:
         original = copies[0] if copies[0] is not None else copies[1]
@@ -199,7 +197,7 @@ def fprop(
     w = pick(s.w_kept, copies, original)
     w = _there(w, s.w_kept, "dgrad", options.op) if s.w_kept else w
     kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w)
-    return requantized_result(y, s.results[0], options, rng), *kept, amaxes
+    return requantized_result(y, s.results[0], options, state), *kept, amaxes
 
 
 def _there(copy: Operand, side: str, gemm: str, op: str) -> Operand:
@@ -220,11 +218,11 @@ def forward(
 ) -> tuple[tuple[Array, States], Saved]:
     """Returns (y, new states), and the residuals. **Raises** ValueError if amaxes would be lost."""
     y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, layer, products)
-    states, rng = layer.states, layer.rng
+    states = layer.state.states
     s = options.schedule(needs.dx, needs.dw)
     check_transport(options, needs.states, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
     kept = {name: found for name, found in amaxes.items() if name in needs.states and options.record}
-    return (y, recorded(states, amaxes, options)), Saved(kept_x, kept_w, states, kept, rng, options, needs, products)
+    return (y, recorded(states, amaxes, options)), Saved(kept_x, kept_w, layer.state, kept, options, needs, products)
 
 
 def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, backward: list[str]) -> None:
@@ -244,33 +242,31 @@ def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, bac
 class DenseGradients(NamedTuple):
     """The gradients of a linear layer, None where they are not needed.
 
-    `kernel` is not computed yet. `state`: the states with the amaxes of forward and backward.
+    `kernel` is not computed yet. `states`: the states with the amaxes of forward and backward.
     """
 
     x: Any
     bias: Any
     kernel: WeightGradient | None
-    state: Any
+    states: Any
 
 
 def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGradient | None, Array | None, Amaxes]:
     """Returns dx, a wgrad that is not computed yet, dbias, and the amaxes to record."""
-    options, needs, rng, products, dx, wgrad = saved.options, saved.needs, saved.rng, saved.products, None, None
+    options, needs, state, products, dx, wgrad = saved.options, saved.needs, saved.state, saved.products, None, None
     s = options.schedule(needs.dx, needs.dw)
-    (rowwise, columnwise), amaxes, dbias = quantize_operand(
-        dy, s.dy, options, saved.states, rng, needs.bias_dtype or ""
-    )
+    (rowwise, columnwise), amaxes, dbias = quantize_operand(dy, s.dy, options, state, needs.bias_dtype or "")
     if needs.dx:
         a = dy if rowwise is None else rowwise
         dx = products.product("dgrad", a, saved.w, None, dy.dtype, s.plan.options[1])
-        dx = requantized_result(dx, s.results[1], options, rng)
+        dx = requantized_result(dx, s.results[1], options, state)
     if needs.dw:
         b = saved.x
         if s.x_late:
-            copies, late = quantize_calls(b, s.x_late, options, saved.states, rng)
+            copies, late = quantize_calls(b, s.x_late, options, state)
             b, amaxes = pick(s.x_kept, copies, b), amaxes | late
         a = dy if columnwise is None else columnwise
-        wgrad = WeightGradient(a, b, rng, needs.kernel_dtype, options, s, products)
+        wgrad = WeightGradient(a, b, needs.kernel_dtype, s, options, state, products)
     if needs.bias_dtype is not None and dbias is None:
         assert isinstance(dy, jax.Array)  # the sum of a FusedInput comes with its copies
         dbias = products.bias_grad(dy, needs.bias_dtype)
@@ -280,7 +276,7 @@ def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGra
 def state_gradients(saved: Saved, amaxes: Amaxes, later: States | None) -> dict[str, ScaleState | None]:
     """Returns the gradients of the states: the states with all amaxes. `later`: gradients of the returned states."""
     out: dict[str, ScaleState | None] = {}
-    for name, state in saved.states.items():
+    for name, state in saved.state.states.items():
         found = [*saved.amaxes.get(name, ()), *amaxes.get(name, ())] if saved.options.record else []
         after = None if later is None else later[name]
         out[name] = gradient(state, found, after) if name in saved.needs.states else None
@@ -300,4 +296,4 @@ def cotangents(saved: Saved, made: DenseGradients) -> LayerArrays:
     """Returns the cotangents of a custom_vjp's `LayerArrays`; computes wgrad."""
     dw = None if made.kernel is None else made.kernel.compute()
     dkernel, dmain = (None, dw) if saved.needs.to_main_grad else (dw, None)
-    return LayerArrays(dkernel, made.bias, made.state, None, None, dmain)
+    return LayerArrays(dkernel, made.bias, CallState(made.states), None, dmain)

@@ -14,7 +14,7 @@ from diptych.common.layers.schedule import Call
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional.grouped import largest, quantize_each
 from diptych.jax.functional.source import FusedInput
-from diptych.jax.layers.options import Amaxes, Options, States
+from diptych.jax.layers.options import Amaxes, CallState, Options
 from diptych.jax.tensors.copies import Copies, only
 
 Array = jax.Array
@@ -32,19 +32,18 @@ def quantize_calls(
     x: Array | FusedInput,
     calls: tuple[Call, ...],
     options: Options,
-    states: States,
-    rng: Array | None,
+    state: CallState,
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes]:
     """Returns the copies of one tensor, and the amaxes for its delayed-scaling states. `quantize`: the verb."""
-    return quantize_operand(x, calls, options, states, rng, "", quantize)[:2]
+    return quantize_operand(x, calls, options, state, "", quantize)[:2]
 
 
 def quantize_weight(
-    kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
+    kernel: Array, calls: tuple[Call, ...], options: Options, state: CallState
 ) -> tuple[Copies, Amaxes]:
     """`quantize_calls` for a kernel [N, K], or for a stack [G, N, K], whose states record the amax over all kernels."""
-    copies, amaxes = quantize_calls(kernel, calls, options.of_kernels, states, rng, verb_of(kernel))
+    copies, amaxes = quantize_calls(kernel, calls, options.of_kernels, state, verb_of(kernel))
     return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
 
 
@@ -57,12 +56,12 @@ def quantize_operand(
     x: Array | FusedInput,
     calls: tuple[Call, ...],
     options: Options,
-    states: States,
-    rng: Array | None,
+    state: CallState,
     dtype: str,
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes, Array | None]:
     """`quantize_calls`, and for a FusedInput the sum over rows in `dtype`, if one is given; None for an array."""
+    states, rng = state
     rowwise = columnwise = total = None
     amaxes: Amaxes = {}
     for call in calls:
@@ -91,13 +90,13 @@ def requantized_result(
     x: Array,
     call: Call | None,
     options: Options,
-    rng: Array | None,
+    state: CallState,
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> Array:
     """Returns a result quantized and dequantized again."""
     if call is None:
         return x
     single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
-    (copy, _), _ = quantize_calls(x, (single,), options, {}, rng, quantize)
+    (copy, _), _ = quantize_calls(x, (single,), options, state, quantize)
     assert copy is not None
     return copy.dequantize(x.dtype)

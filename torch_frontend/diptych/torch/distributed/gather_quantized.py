@@ -13,6 +13,7 @@ from torch import nn
 
 from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.errors import ArgumentError, GatherWarning, RankMismatchError, ShapeError, UnsupportedError
+from diptych.common.layer_options import COLUMN
 from diptych.common.layers.plan import held_quantizer
 from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import Recipe
@@ -20,7 +21,7 @@ from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.gather import Gather
 from diptych.torch.distributed.quantized_parts import Parts
 from diptych.torch.distributed.sharded_weight import ShardedWeight
-from diptych.torch.layers.tensor_parallel import COLUMN, require_whole
+from diptych.torch.layers.tensor_parallel import require_whole
 from diptych.torch.modules.agreement import described, require_alike
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.private.sharding import (

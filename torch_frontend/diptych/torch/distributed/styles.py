@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import SequenceParallel as _SequenceParal
 from torch.distributed.tensor.placement_types import Placement
 
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
-from diptych.torch.layers.tensor_parallel import COLUMN, ROW
+from diptych.common.layer_options import COLUMN, ROW, TensorParallel
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.layernorm_linear import LayerNormLinear
 from diptych.torch.modules.layernorm_mlp import LayerNormMLP
@@ -59,7 +59,7 @@ class _Style(ParallelStyle):
         _require_plain(op, module)
         shards = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard)]
         sequence = [dim for dim in shards if dim >= 0]
-        module.become_cut(device_mesh.get_group(), bool(sequence), self.modes)
+        module.become_cut(TensorParallel(device_mesh.get_group(), 1, bool(sequence), self.modes))
         cuts = module.cuts()
         for name, p in list(module._parameters.items()):
             if p is not None:

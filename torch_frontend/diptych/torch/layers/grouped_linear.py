@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.gemm_options import GemmOptions
+from diptych.common.layer_options import Originals
 from diptych.common.layers.checks import (
     other_kind,
     require_align,
@@ -40,7 +41,7 @@ from diptych.torch.functional.permute import RowMap, moe_permute, require_row_ma
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies
-from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.options import CallState, Options, schedule
 from diptych.torch.layers.products import LayerArguments, finished, fprop_weight, result_proto, run
 from diptych.torch.layers.quantize import (
     STACK,
@@ -70,7 +71,7 @@ def _stack(t: Operand, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if isinstance(t, Tensor) else grouped_ops.stack_values(t, dtype)
 
 
-class _Groups(NamedTuple):
+class Groups(NamedTuple):
     offsets: Tensor
     align: int
 
@@ -90,7 +91,7 @@ class GroupedWeightGradient(NamedTuple):
 
     dy: Operand
     x: Operand
-    groups: _Groups
+    groups: Groups
     dtype: torch.dtype
     schedule: Schedule
     options: Options
@@ -107,7 +108,7 @@ class GroupedWeightGradient(NamedTuple):
         if call is None:
             return dw
         single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
-        copy = quantize_weight(dw, (single,), self.options, None).copies[0]
+        copy = quantize_weight(dw, (single,), self.options).copies[0]
         assert copy is not None
         return grouped_ops.stack_values(copy, dw.dtype)
 
@@ -144,8 +145,8 @@ class _Arguments(LayerArguments):
         kept = ("x", "row_source") if _keeps_x(schedules[0]) else ("x_copy",)
         return ("offsets", "row_id_map", *kept)
 
-    def groups(self) -> _Groups:
-        return _Groups(self.offsets, self.align)
+    def groups(self) -> Groups:
+        return Groups(self.offsets, self.align)
 
     def rows(self, calls: tuple[Call, ...]) -> Any:
         """Returns x in the order of its groups. Permuted rows are not stored if `calls`, all of which run in the core,
@@ -168,8 +169,8 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     if isinstance(x, QuantizedTensor):
         encoded_x = Encoded(given_copies(x, s, "grouped_linear"))
     else:
-        encoded_x = quantize_operand(x, s.x, options, a.rng, options.recomputed_scales)
-    encoded_w = fprop_weight(a.weight, a.rng, s, options)
+        encoded_x = quantize_operand(x, s.x, options, options.state.recomputed)
+    encoded_w = fprop_weight(a.weight, s, options)
     copies_x, copies_w = encoded_x.copies, encoded_w.copies
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
     right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
@@ -182,7 +183,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         save_for_late(x, s.x, s.x_late, options, encoded_x.amax, saved)
     elif "weight" in needs and not (_keeps_x(s) or a.x_copy):
         pack(pick(s.x_kept, copies_x, a.x), saved)
-    return (finished(y, s, options, a.rng), *amaxes), saved
+    return (finished(y, s, options), *amaxes), saved
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
@@ -202,13 +203,13 @@ def _backward(
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
     now = needs if asked is None else asked
-    rowwise, columnwise = quantize_calls(dy, a.schedules(needs, asked)[0].dy, options, a.rng)
+    rowwise, columnwise = quantize_calls(dy, a.schedules(needs, asked)[0].dy, options)
     made: dict[str, Any] = {}
     w = a.kept_weight(0, s, options, saved, "x" in now) if "x" in needs else None
     if "x" in now:
         left = dy if rowwise is None else rowwise
         dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.options[1])
-        dx = requantized_result(dx, s.results[1], options, a.rng)
+        dx = requantized_result(dx, s.results[1], options)
         made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
     if "weight" in now:
         if isinstance(a.x, Tensor):
@@ -218,7 +219,7 @@ def _backward(
             x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
         if s.x_late:
             scales, amax = saved_for_late(s.x, s.x_late, options, saved)
-            x = pick(s.x_kept, quantize_operand(x, s.x_late, options, a.rng, scales, amax=amax).copies, x)
+            x = pick(s.x_kept, quantize_operand(x, s.x_late, options, scales, amax=amax).copies, x)
         operand = dy if columnwise is None else columnwise
         wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s, options)
         sink = options.weight_grad
@@ -297,9 +298,9 @@ def grouped_linear(
     promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
     """
     require_local("grouped_linear", "rng", rng)
-    options = Options(module, name, save_original_input, record and recording(), amax_group, state)
-    options = options._replace(save_original_weight=save_original_weight)
-    return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
+    originals = Originals(save_original_input, save_original_weight)
+    options = Options(module, name, originals, record and recording(), amax_group, CallState(state, rng))
+    return grouped_linear_with(x, weight, bias, offsets, align, recipe, options, row_map)
 
 
 def grouped_linear_with(
@@ -308,7 +309,6 @@ def grouped_linear_with(
     bias: Tensor | None,
     offsets: Tensor | None,
     align: int,
-    rng: Tensor | None,
     recipe: Recipe,
     options: Options,
     row_map: RowMap | None = None,
@@ -333,8 +333,8 @@ def grouped_linear_with(
     if quantized and row_map is not None:
         x, row_map = moe_permute(x, row_map)[0], None
     if quantized:
-        options = options._replace(save_original_input=False)  # there is nothing to quantize again
-    s = schedule(recipe, options.module, options.name, False, train, options.save_original_input)
+        options = options._replace(originals=options.originals._replace(input=False))  # nothing to quantize again
+    s = schedule(recipe, options.module, options.name, False, train, Originals(options.originals.input))
     require_stackable(STACK, (*(() if isinstance(weight, QuantizedStack) else s.w), s.results[2]))
     if train:
         require_whole_rotations(STACK, recipe, s.plan, promise, align, sizes)
@@ -344,4 +344,6 @@ def grouped_linear_with(
         if s.x_kept not in ("", "original"):
             pack(pick(s.x_kept, copies, x), x_copy)
     maps = (None, None) if row_map is None else (row_map.row_id_map, row_map.row_source)
-    return run(_grouped_linear, x, recipe, (options,), weight, bias, rng, x_copy, offsets, promise, *maps)[0]
+    return run(
+        _grouped_linear, x, recipe, (options,), weight, bias, options.state.rng, x_copy, offsets, promise, *maps
+    )[0]

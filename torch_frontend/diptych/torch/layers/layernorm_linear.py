@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from diptych.common.layer_options import COLUMN, ROW
 from diptych.common.layers.plan import input_fusable
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops.norm import NORMS, NormOptions
@@ -32,8 +33,6 @@ from diptych.torch.layers.quantize import (
     saved_for_late,
 )
 from diptych.torch.layers.tensor_parallel import (
-    COLUMN,
-    ROW,
     gradient_calls,
     require_whole_blocks,
     sum_over_tokens,
@@ -60,16 +59,16 @@ class Normed(NamedTuple):
 
 
 def normed_fprop(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, rng: Tensor | None,
-    s: Schedule, options: Options, norm: NormOptions, with_z: bool,
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, s: Schedule, options: Options,
+    norm: NormOptions, with_z: bool,
 ) -> Normed:  # fmt: skip
     fuse = input_fusable(s.plan)
-    needs_z = with_z or not fuse or (s.x_kept == "original" and not options.save_original_input)
+    needs_z = with_z or not fuse or (s.x_kept == "original" and not options.originals.input)
     mu, rsigma, z = norm_ops.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
     operand = sources.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None
-    encoded_z = quantize_operand(operand, s.x, options, rng, options.recomputed_scales)
-    y, _, encoded_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, encoded_z)
+    encoded_z = quantize_operand(operand, s.x, options, options.state.recomputed)
+    y, _, encoded_w = fprop(x if fuse or z is None else z, weight, bias, s, options, encoded_z)
     stats = [rsigma] if mu is None else [mu, rsigma]
     return Normed(y, z, stats, operand, encoded_z, encoded_w)
 
@@ -93,8 +92,8 @@ class NormedArguments(LayerArguments):
 
     def _normed_again(self, s: Schedule) -> bool:
         """Whether backward computes the norm's output again for wgrad."""
-        original = self.layers[0][2] if self.options is None else self.options[0].save_original_input
-        return s.x_kept != "" and original
+        originals = self.layers[0][2] if self.options is None else self.options[0].originals
+        return s.x_kept != "" and originals[0]
 
     def norm_options(self) -> NormOptions:
         held = self.norm.items  # a graph rebuilds it as a plain tuple
@@ -121,9 +120,7 @@ class NormedArguments(LayerArguments):
         mu = saved.pop(0) if self.norm_options().which == NORMS["LayerNorm"] else None
         return mu, saved.pop(0)
 
-    def kept_normed(
-        self, s: Schedule, options: Options, rng: Tensor | None, stats: tuple[Any, Any], saved: list[Tensor]
-    ) -> Operand:
+    def kept_normed(self, s: Schedule, options: Options, stats: tuple[Any, Any], saved: list[Tensor]) -> Operand:
         """Returns the operand that wgrad reads for the norm's output; makes it where x alone is kept."""
         if not self._normed_again(s):
             return unpack(kept_spec(s.x_kept, s.plan.input), saved)
@@ -133,12 +130,12 @@ class NormedArguments(LayerArguments):
         else:
             z = norm_ops.norm(self.x, self.gamma, self.beta, norm)[2]
         scales, amax = saved_for_late(s.x, s.x_late, options, saved)
-        return pick(s.x_kept, quantize_operand(z, s.x_late, options, rng, scales, amax=amax).copies, z)
+        return pick(s.x_kept, quantize_operand(z, s.x_late, options, scales, amax=amax).copies, z)
 
     def norm_gradients(self, dz: Tensor, stats: tuple[Any, Any], options: Options) -> dict[str, Any]:
         """The gradients of the norm's operands. `options`: those of the layer behind the norm."""
         dx, *of_norm = norm_ops.norm_grad(dz, self.x, self.gamma, *stats, self.norm_options(), self.beta is not None)
-        summed = [None if t is None else sum_over_tokens(t, options.cut, options.group, COLUMN) for t in of_norm]
+        summed = [None if t is None else sum_over_tokens(t, options.cut, COLUMN) for t in of_norm]
         return dict(zip(("x", "gamma", "beta"), (dx, *summed), strict=True))
 
 
@@ -158,11 +155,11 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     (options,), amaxes = a.forward_options(needs)
     if options.cut is not None:
         require_whole_blocks(options.module, s, options.cut, tuple(a.x.shape[:-1]), a.weight)
-    normed = normed_fprop(a.x, a.gamma, a.beta, a.weight, a.bias, a.rng, s, options, a.norm_options(), a.with_z)
+    normed = normed_fprop(a.x, a.gamma, a.beta, a.weight, a.bias, s, options, a.norm_options(), a.with_z)
     saved: list[Tensor] = []
     a.pack_weight(0, s, options, normed.encoded_w, saved)
     a.pack_normed(normed, s, options, saved, a.with_z)
-    y, z = finished(normed.y, s, options, a.rng), normed.z
+    y, z = finished(normed.y, s, options), normed.z
     return (y, z, *amaxes) if a.with_z and z is not None else (y, *amaxes), saved
 
 
@@ -181,21 +178,21 @@ def _backward(
 ) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    cut, group, now = options.cut, options.group, needs if asked is None else asked
+    cut, now = options.cut, needs if asked is None else asked
     part = a.schedules(needs, asked)[0]
-    copies = quantize_calls(dy, gradient_calls(part.dy, cut), options, a.rng)
-    of_dgrad, of_wgrad = whole_gradients(dy, copies, part, cut, group)
+    copies = quantize_calls(dy, gradient_calls(part.dy, cut), options)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, part, cut)
     made: dict[str, Any] = {}
     w = a.kept_weight(0, s, options, saved, part.w_kept != "") if s.w_kept else None
     stats = a.kept_stats(s, saved)
     needs_dw = "weight" in now
-    z = whole_input(lambda: a.kept_normed(s, options, a.rng, stats, saved), cut, group) if needs_dw else None
+    z = whole_input(lambda: a.kept_normed(s, options, stats, saved), cut) if needs_dw else None
     dz = None
     if part.w_kept:
-        dz = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.rng, a.x.shape[-1])
+        dz = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.x.shape[-1])
         del w
     if z is not None:
-        made["weight"] = weight_gradient(of_wgrad.finish(), z.finish(), a.weight.dtype, s, options, a.rng)
+        made["weight"] = weight_gradient(of_wgrad.finish(), z.finish(), a.weight.dtype, s, options)
         del z
     if dz is not None:
         dz_out = grads[1] if a.with_z else None
@@ -203,7 +200,7 @@ def _backward(
         made |= a.norm_gradients(whole, stats, options)
     if "bias" in now:
         assert a.bias is not None
-        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
+        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(now)]
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diptych.common.layer_options import ROW
 from diptych.common.layers.plan import fusable, input_fusable
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops.activation import ActivationOptions
@@ -26,7 +27,6 @@ from diptych.torch.layers.quantize import (
     saved_for_late,
 )
 from diptych.torch.layers.tensor_parallel import (
-    ROW,
     gradient_calls,
     require_whole_blocks,
     sum_over_tokens,
@@ -79,11 +79,11 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         )
         of_fc2 = (fc1.cut.out_rows(tokens[0]), *tokens[1:]) if tokens else tokens
         require_whole_blocks(f"{fc2.module} fc2", s2, fc2.cut, of_fc2, a.weight2)
-    normed = normed_fprop(a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False)
-    h = requantized_result(normed.y, s1.results[0], fc1, a.rng1)
+    normed = normed_fprop(a.x, a.gamma, a.beta, a.weight1, a.bias1, s1, fc1, a.norm_options(), False)
+    h = requantized_result(normed.y, s1.results[0], fc1)
     act = _activated(h, ActivationOptions(*a.activation), s2)
-    encoded = quantize_operand(act, s2.x, fc2, a.rng2, fc2.recomputed_scales)
-    y, _, encoded_w2 = fprop(h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, a.rng2, s2, fc2, encoded)
+    encoded = quantize_operand(act, s2.x, fc2, fc2.state.recomputed)
+    y, _, encoded_w2 = fprop(h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, s2, fc2, encoded)
     saved: list[Tensor] = []  # in the order in which backward reads
     if s2.w_kept or s2.x_kept:
         saved.append(h)
@@ -92,7 +92,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     a.pack_weight(1, s2, fc2, encoded_w2, saved)
     a.pack_weight(0, s1, fc1, normed.encoded_w, saved)
     a.pack_normed(normed, s1, fc1, saved)
-    return (finished(y, s2, fc2, a.rng2), *amaxes), saved
+    return (finished(y, s2, fc2), *amaxes), saved
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
@@ -109,45 +109,45 @@ def _backward(
 ) -> list[Tensor]:
     s1, s2 = a.schedules(needs)
     fc1, fc2 = a.backward_options(needs)
-    cut1, cut2, group = fc1.cut, fc2.cut, fc2.group
+    cut1, cut2 = fc1.cut, fc2.cut
     now, (part1, part2) = needs if asked is None else asked, a.schedules(needs, asked)
     dy, activation = grads[0], ActivationOptions(*a.activation)
     assert dy is not None
     h: Any = saved.pop(0) if s2.w_kept or s2.x_kept else None
-    copies = quantize_calls(dy, gradient_calls(part2.dy, cut2), fc2, a.rng2)
-    of_dgrad, of_wgrad = whole_gradients(dy, copies, part2, cut2, group)
+    copies = quantize_calls(dy, gradient_calls(part2.dy, cut2), fc2)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, part2, cut2)
     del copies
     made: dict[str, Any] = {}
     scales, amax = saved_for_late(s2.x, s2.x_late, fc2, saved) if s2.x_kept else (None, None)
     if part2.x_kept:
         act = _activated(h, activation, s2, s2.x_kept)
-        copies_a = quantize_operand(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
+        copies_a = quantize_operand(act, s2.x_late, fc2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
-        made["weight2"] = weight_gradient(of_wgrad.finish(), x2, a.weight2.dtype, s2, fc2, a.rng2)
+        made["weight2"] = weight_gradient(of_wgrad.finish(), x2, a.weight2.dtype, s2, fc2)
         del act, copies_a, x2
     del of_wgrad
     if "bias2" in now:
         assert a.bias2 is not None
-        made["bias2"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias2.dtype), cut2, group, ROW)
+        made["bias2"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias2.dtype), cut2, ROW)
     if part2.w_kept:
         width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
         of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in now else None
         # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
         w2 = a.kept_weight(1, s2, fc2, saved)
-        da = input_gradient(of_dgrad.finish(), w2, h, s2, fc2, a.rng2, width).finish()
+        da = input_gradient(of_dgrad.finish(), w2, h, s2, fc2, width).finish()
         del of_dgrad, w2
-        rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, part1, fc1, a.rng1, of_bias)
+        rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, part1, fc1, of_bias)
         del da
         w1 = a.kept_weight(0, s1, fc1, saved, part1.w_kept != "") if s1.w_kept else None
         stats = a.kept_stats(s1, saved)
-        z = whole_input(lambda: a.kept_normed(s1, fc1, a.rng1, stats, saved), cut1, group) if part1.x_kept else None
+        z = whole_input(lambda: a.kept_normed(s1, fc1, stats, saved), cut1) if part1.x_kept else None
         dz = None
         if part1.w_kept:
-            dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.rng1, a.x.shape[-1])
+            dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.x.shape[-1])
         del w1, rowwise
         if z is not None:
             operand = dh if columnwise is None else columnwise
-            made["weight1"] = weight_gradient(operand, z.finish(), a.weight1.dtype, s1, fc1, a.rng1)
+            made["weight1"] = weight_gradient(operand, z.finish(), a.weight1.dtype, s1, fc1)
             del z, operand, columnwise, dh
         if dz is not None:
             made |= a.norm_gradients(dz.finish(), stats, fc1)
@@ -161,17 +161,16 @@ def _activation_gradient(
     activation: ActivationOptions,
     s1: Schedule,
     options: Options,
-    rng: Tensor | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any, Tensor | None]:
     """Computes h's gradient: (its two quantized copies, the gradient itself where it is stored, bias1's gradient)."""
     if not fusable(s1.plan.grad_output):
         dh = activation_ops.activation_grad(da, h, activation)
-        copies = quantize_calls(dh, s1.dy, options, rng)
+        copies = quantize_calls(dh, s1.dy, options)
         return *copies, dh, None if bias_dtype is None else gemm_ops.bias_grad(dh, bias_dtype)
     if s1.dy:
         source = sources.activated_grad(da, h, activation)
-        made = quantize_operand(source, s1.dy, options, rng, sum_dtype=bias_dtype)
+        made = quantize_operand(source, s1.dy, options, sum_dtype=bias_dtype)
         return *made.copies, None, made.column_sum
     # bias1 alone is trained: the same sum, of values that are not quantized
     assert bias_dtype is not None

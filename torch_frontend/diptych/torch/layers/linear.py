@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.layer_options import ROW, Originals
 from diptych.common.layers.checks import Names, other_kind, require_fit
 from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
@@ -16,7 +17,7 @@ from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.program import Replay
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies
-from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.options import CallState, Options, schedule
 from diptych.torch.layers.products import (
     LayerArguments,
     finished,
@@ -36,7 +37,6 @@ from diptych.torch.layers.quantize import (
     saved_for_late,
 )
 from diptych.torch.layers.tensor_parallel import (
-    ROW,
     gradient_calls,
     require_whole_blocks,
     sum_over_tokens,
@@ -82,14 +82,14 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         if isinstance(a.x, QuantizedTensor):
             raise UnsupportedError(f"{options.module}: a layer that is cut over ranks takes no quantized input")
         require_whole_blocks(options.module, s, options.cut, tuple(a.x.shape[:-1]), a.weight)
-    y, encoded_x, encoded_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
+    y, encoded_x, encoded_w = fprop(a.x, a.weight, a.bias, s, options)
     saved: list[Tensor] = []
     a.pack_weight(0, s, options, encoded_w, saved)
     if s.x_late:
         save_for_late(a.x, s.x, s.x_late, options, encoded_x.amax, saved)
     elif "weight" in needs and not (_keeps_x(s) or a.x_copy):
         pack(pick(s.x_kept, encoded_x.copies, a.x), saved)
-    return (finished(y, s, options, a.rng), *amaxes), saved
+    return (finished(y, s, options), *amaxes), saved
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
@@ -109,22 +109,22 @@ def _backward(
 ) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    cut, group, now = options.cut, options.group, needs if asked is None else asked
+    cut, now = options.cut, needs if asked is None else asked
     part = a.schedules(needs, asked)[0]
-    copies = quantize_calls(dy, gradient_calls(part.dy, cut), options, a.rng)
-    of_dgrad, of_wgrad = whole_gradients(dy, copies, part, cut, group)
+    copies = quantize_calls(dy, gradient_calls(part.dy, cut), options)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, part, cut)
     made: dict[str, Any] = {}
     w = a.kept_weight(0, s, options, saved, "x" in now) if "x" in needs else None
-    x = whole_input(lambda: _kept_input(a, s, options, saved), cut, group) if "weight" in now else None
+    x = whole_input(lambda: _kept_input(a, s, options, saved), cut) if "weight" in now else None
     if "x" in now:
-        dx = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.rng, a.x.shape[-1])
+        dx = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.x.shape[-1])
     if x is not None:
-        made["weight"] = weight_gradient(of_wgrad.finish(), x.finish(), a.weight.dtype, s, options, a.rng)
+        made["weight"] = weight_gradient(of_wgrad.finish(), x.finish(), a.weight.dtype, s, options)
     if "x" in now:
         made["x"] = dx.finish()
     if "bias" in now:
         assert a.bias is not None
-        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
+        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(now)]
 
@@ -138,7 +138,7 @@ def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor
     if not s.x_late:
         return x
     scales, amax = saved_for_late(s.x, s.x_late, options, saved)
-    return pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales, amax).copies, x)
+    return pick(s.x_kept, encode(x, s.x_late, options, scales, amax).copies, x)
 
 
 def _held(weight: Any, columnwise: bool) -> tuple[Any, list[Tensor]]:
@@ -264,14 +264,12 @@ def linear(
     second derivative, or a quantized x of another dtype than autocast's.
     """
     require_local("linear", "rng", rng)
-    options = Options(module, name, save_original_input, record and recording(), amax_group, state)
-    options = options._replace(save_original_weight=save_original_weight) if save_original_weight else options
-    return linear_with(x, weight, bias, rng, recipe, options)
+    originals = Originals(save_original_input, save_original_weight)
+    options = Options(module, name, originals, record and recording(), amax_group, CallState(state, rng))
+    return linear_with(x, weight, bias, recipe, options)
 
 
-def linear_with(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, recipe: Recipe, options: Options
-) -> Tensor:
+def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, options: Options) -> Tensor:
     """Runs `linear` with options that are gathered already."""
     if torch.compiler.is_compiling() or any_autocast():
         device_type = x.device.type
@@ -282,9 +280,9 @@ def linear_with(
         _require_fit(x, weight, bias)
     x_copy: list[Tensor] = []
     if quantized:
-        options = options._replace(save_original_input=False)  # there is nothing to quantize again
+        options = options._replace(originals=options.originals._replace(input=False))  # nothing to quantize again
         s = schedule(recipe, options.module, options.name, False, torch.is_grad_enabled() and weight.requires_grad)
         copies = given_copies(x, s)
         if s.x_kept not in ("", "original"):
             pack(pick(s.x_kept, copies, x), x_copy)
-    return run(_linear, x, recipe, (options,), weight, bias, rng, x_copy)[0]
+    return run(_linear, x, recipe, (options,), weight, bias, options.state.rng, x_copy)[0]

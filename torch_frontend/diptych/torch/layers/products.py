@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from diptych.common.errors import ArgumentError
 from diptych.common.gemm_options import GemmOptions
+from diptych.common.layer_options import ROW, Originals
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
@@ -38,7 +39,7 @@ from diptych.torch.graph.guards import before_each_call
 from diptych.torch.graph.program import Replay
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies, held_copies
-from diptych.torch.layers.options import Options, draws, schedule
+from diptych.torch.layers.options import CallState, LayerConstants, Options, draws, originals_of, schedule, state_names
 from diptych.torch.layers.quantize import (
     Encoded,
     encode,
@@ -49,7 +50,7 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
-from diptych.torch.layers.tensor_parallel import ROW, Cut, Exchange, whole_input, whole_input_gradient, whole_output
+from diptych.torch.layers.tensor_parallel import Cut, Exchange, whole_input, whole_input_gradient, whole_output
 from diptych.torch.layers.weight_gradients import Buffer
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.register import direct, traced_local
@@ -83,11 +84,10 @@ class WeightGradient(NamedTuple):
     dtype: torch.dtype
     schedule: Schedule
     options: Options
-    rng: Tensor | None
 
     def compute(self) -> Tensor:
         dw = product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.options[2])
-        return requantized_result(dw, self.schedule.results[2], self.options, self.rng)
+        return requantized_result(dw, self.schedule.results[2], self.options)
 
     def accumulate(self, acc: Tensor) -> None:
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
@@ -100,41 +100,39 @@ class WeightGradient(NamedTuple):
 
 
 def fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, s: Schedule, options: Options, given: Any = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, s: Schedule, options: Options, given: Any = None
 ) -> tuple[Tensor, Encoded, Encoded]:
     """Returns y, x encoded, and w encoded. `given`: the encoded input, if the caller has made it from a source."""
     encoded_x = given
     if isinstance(x, QuantizedTensor):
         encoded_x = Encoded(given_copies(x, s))
     elif given is None:
-        encoded_x = encode(x, s.x, options, rng, options.recomputed_scales)
+        encoded_x = encode(x, s.x, options, options.state.recomputed)
     cut, leading = options.cut, x.shape[:-1]
     a = high_precision(options.module, x) if encoded_x.copies[0] is None else encoded_x.copies[0]
-    whole_a = None if cut is None else whole_input(lambda: a, cut, options.group)
-    encoded_w = fprop_weight(weight, rng, s, options)
+    whole_a = None if cut is None else whole_input(lambda: a, cut)
+    encoded_w = fprop_weight(weight, s, options)
     b = pick("original", encoded_w.copies, weight) if s.plan.weight.rowwise is None else encoded_w.copies[0]
     if cut is None or whole_a is None:
         y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
     else:
         leading, added = (cut.out_rows(x.shape[0]), *x.shape[1:-1]), None if cut.mode == ROW else bias
         y = product("fprop", whole_a.finish(), b, added, x.dtype, s.plan.options[0])
-        y = whole_output(y, bias, cut, options.group)
+        y = whole_output(y, bias, cut)
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.
         y = unsafe_view(y, (*leading, y.shape[1]))
     return y, encoded_x, encoded_w
 
 
-def input_gradient(
-    dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: Any
-) -> Exchange[Tensor]:
+def input_gradient(dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, width: Any) -> Exchange[Tensor]:
     """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype. A sum over ranks is begun."""
     dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
-    whole = whole_input_gradient(dx, options.cut, options.group)
-    return whole.then(lambda dx: requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width))
+    whole = whole_input_gradient(dx, options.cut)
+    return whole.then(lambda dx: requantized_result(dx, s.results[1], options).view(*x.shape[:-1], width))
 
 
-def fprop_weight(weight: Any, rng: Tensor | None, s: Schedule, options: Options) -> Encoded:
+def fprop_weight(weight: Any, s: Schedule, options: Options) -> Encoded:
     """Returns the encoded weight, or stack of weights, made from the original or taken from where it is held or
     kept."""
     if isinstance(weight, QuantizedTensorBase):
@@ -142,15 +140,7 @@ def fprop_weight(weight: Any, rng: Tensor | None, s: Schedule, options: Options)
         return Encoded(held_copies(weight, s.w, name, "run it by the recipe of its quantized_model_init"))
     if options.weight_copies is not None:
         return Encoded(options.weight_copies)
-    return quantize_weight(weight, s.w, options, rng, options.recomputed_scales)
-
-
-# --- states and copies -----------------------------------------------------------------------------------------------
-
-
-def _state_names(s: Schedule) -> tuple[str, ...]:
-    """Names of a plan's states, in its order."""
-    return tuple([state.name for state in s.plan.states])
+    return quantize_weight(weight, s.w, options, options.state.recomputed)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -161,9 +151,7 @@ class LayerArguments:
     """The fields that the ops of all linear layers share. In a traced call `options` is None, and the fields after it
     carry the same content; `copies` does in both: those of the weights that the caller passed.
 
-    `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "",
-    whether backward keeps the original weight, the fields of its `Cut` or ()) of each; the lists are those of all
-    layers, one after the other.
+    `layers`: the `LayerConstants` of each, as plain tuples; the lists are those of all layers, one after the other.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
@@ -197,11 +185,14 @@ class LayerArguments:
         if self._schedules is not None and asked is None:
             return self._schedules
         made = []
-        layers: Any = self.layers if self.options is None else self.options
         for i, (need_dx, need_dw) in enumerate(self.wanted(needs if asked is None else asked)):
-            layer = layers[i]
-            late = layer[6] if self.options is None else _keeps_original(layer, getattr(self, self.weights[i]))
-            made.append(schedule(self.recipe, layer[0], layer[1], need_dx, need_dw, layer[2], late))
+            given: Any = self.layers[i] if self.options is None else self.options[i]
+            module, name, originals = given[:3]
+            if self.options is None:
+                originals = Originals(*originals)
+            elif originals.weight:
+                originals = originals_of(given, getattr(self, self.weights[i]))
+            made.append(schedule(self.recipe, module, name, need_dx, need_dw, originals))
         if asked is None and not torch.compiler.is_compiling():
             self._schedules = tuple(made)
         return tuple(made)
@@ -223,7 +214,7 @@ class LayerArguments:
         """Returns `needs` without the weights of which autograd gets no gradient."""
         elsewhere = []
         for i, name in enumerate(self.weights):
-            gone = self.layers[i][5] if self.options is None else _leaves(self.options[i])
+            gone = self._constants(i).how if self.options is None else _leaves(self.options[i])
             if gone:
                 elsewhere.append(name)
         return tuple([n for n in needs if n not in elsewhere]) if elsewhere else needs
@@ -234,50 +225,65 @@ class LayerArguments:
 
     # --- the options ---
 
+    def _constants(self, i: int) -> LayerConstants:
+        return LayerConstants(*self.layers[i])
+
     def cut(self, i: int) -> Cut | None:
         """How layer i is cut over a tensor-parallel group."""
         if self.options is not None:
             return self.options[i].cut
-        fields = self.layers[i][7]
-        return Cut(*fields) if fields else None
+        fields = self._constants(i).cut
+        return Cut(*fields, group=self.group) if fields else None
+
+    def _drawing(self, given: tuple[Options, ...]) -> tuple[Options, ...]:
+        """Returns the options of an eager call with the random bits that its arguments hold: those of one example of a
+        vmap, or in backward those that autograd saved."""
+        for i, options in enumerate(given):
+            rng = getattr(self, self.rngs[i])
+            if rng is not options.state.rng:
+                options = options._replace(state=options.state._replace(rng=rng))
+                given = (*given[:i], options, *given[i + 1 :])
+        return given
 
     def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
         """Returns the options of each layer's forward, and the tensor of amaxes that the node returns, in a list that
         is empty without one. Quantizing by these options fills it in."""
         if self.options is not None:
-            return self.options, []
+            return self._drawing(self.options), []
         amaxes = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.amax_protos(needs)]
         made = []
         scales, cells = _cells(self.scales), _cells(amaxes)
         for i, s in enumerate(self.schedules(needs)):
-            module, name, original, record = self.layers[i][:4]
+            module, name, originals, record = self._constants(i)[:4]
             states: Any = None
             if scales and s.plan.states:
-                names = _state_names(s)
+                names = state_names(s)
                 own = _taken(cells, len(names)) if record else [None] * len(names)
                 states = StepScales(names, _taken(scales, len(names)), own)
-            held = self._kept_copies(i)
-            made.append(Options(module, name, original, record, self.group, states, None, held, cut=self.cut(i)))
+            state, held = CallState(states, getattr(self, self.rngs[i])), self._kept_copies(i)
+            made.append(Options(module, name, Originals(*originals), record, self.group, state, held, cut=self.cut(i)))
         return tuple(made), amaxes
 
     def backward_options(self, needs: tuple[str, ...]) -> tuple[Options, ...]:
         """The options of each layer's backward. They write to the caller's main_grad; `log_amaxes` logs the amaxes."""
         if self.options is not None:
-            return self.options
+            return self._drawing(self.options)
         scales, logs, buffers = _cells(self.scales), list(self.logs), list(self.main_grads)  # type: ignore[call-overload]
         self._recorded = []
         made = []
         for i, s in enumerate(self.schedules(needs)):
-            module, name, original, record, _, how = self.layers[i][:6]
+            module, name, originals, record, _, how, _ = self._constants(i)
             states: Any = None
             if scales and s.plan.states:
-                names = _state_names(s)
+                names = state_names(s)
                 amaxes = torch.zeros(len(names), dtype=torch.float32, device=self.scales[0].device)
                 states = StepScales(names, _taken(scales, len(names)), _cells([amaxes]))
                 if record:
                     self._recorded.append((amaxes, *_taken(logs, 2)))
             sink = Buffer(buffers.pop(0), how) if how else None
-            made.append(Options(module, name, original, record, self.group, states, None, None, sink, cut=self.cut(i)))
+            state = CallState(states, getattr(self, self.rngs[i]))
+            kept = Originals(*originals)
+            made.append(Options(module, name, kept, record, self.group, state, None, sink, self.cut(i)))
         return tuple(made)
 
     def log_amaxes(self) -> None:
@@ -291,8 +297,8 @@ class LayerArguments:
         if self.options is not None or not self.scales:
             return ()
         count = 0
-        for layer, s in zip(self.layers, self.schedules(needs), strict=True):
-            count += len(s.plan.states) if layer[3] else 0
+        for i, s in enumerate(self.schedules(needs)):
+            count += len(s.plan.states) if self._constants(i).record else 0
         return (TensorProto((count,), torch.float32, None, self.x.device),) if count else ()
 
     # --- the operands of dgrad ---
@@ -312,8 +318,7 @@ class LayerArguments:
             scales, amax = saved_for_late(s.w, s.w_late, options, saved)
             if not reads:
                 return None
-            rng = getattr(self, self.rngs[i]) if s.backward_rng else None
-            return pick(s.w_kept, quantize_weight(weight, s.w_late, options, rng, scales, amax).copies, weight)
+            return pick(s.w_kept, quantize_weight(weight, s.w_late, options, scales, amax).copies, weight)
         if isinstance(weight, QuantizedTensorBase):
             columnwise = weight.rowwise_data is None if s.w_kept == "original" else s.w_kept == "columnwise"
             return weight.copy_of(columnwise)
@@ -330,7 +335,7 @@ class LayerArguments:
     def copy_specs(self, i: int) -> tuple[Spec, ...]:
         """The specs of the copies of layer i's weight that the caller passed."""
         if self.options is None:
-            return self.layers[i][4]
+            return self._constants(i).specs
         given = self.options[i].weight_copies
         return () if given is None else tuple([None if copy is None else spec_of(copy) for copy in given])
 
@@ -342,13 +347,6 @@ class LayerArguments:
         for j in range(i + 1):
             found = tuple([None if spec is None else unpack(spec, tensors) for spec in self.copy_specs(j)])
         return found  # type: ignore[return-value]
-
-
-def _keeps_original(options: Options, weight: Any) -> bool:
-    """Whether backward makes a weight's copies again: not those that exist anyway."""
-    if not options.save_original_weight or options.weight_copies is not None:
-        return False
-    return not isinstance(weight, QuantizedTensorBase)
 
 
 def _leaves(options: Options) -> bool:
@@ -371,7 +369,7 @@ def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
 # --- one call --------------------------------------------------------------------------------------------------------
 
 
-def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Tensor:
+def finished(y: Tensor, s: Schedule, options: Options) -> Tensor:
     """The result of a forward, quantized where the recipe has a quantizer for it.
 
     If a user's own quantizer returns what another quantizer made, the result still carries the user's quantizer.
@@ -380,7 +378,7 @@ def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Te
     call = s.results[0]
     if call is None:
         return y
-    q, declared = quantize_general(y, call, options, rng, None), call.quantizer
+    q, declared = quantize_general(y, call, options, None), call.quantizer
     if not declared.custom:
         return q
     if (q.quantizer.spec.format_id, rotated(q.quantizer)) != (declared.spec.format_id, rotated(declared)):
@@ -397,9 +395,9 @@ def result_proto(x: Any, width: Any, s: Schedule, cut: Cut | None = None, first:
     return TensorProto((*leading, width), x.dtype, quantizer, x.device, True)
 
 
-def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: Options, rng: Tensor | None) -> Any:
+def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: Options) -> Any:
     """Computes wgrad, or passes it to the sink in `options`. Returns what autograd gets, None for no gradient."""
-    wgrad = WeightGradient(dy, x, dtype, s, options, rng)
+    wgrad = WeightGradient(dy, x, dtype, s, options)
     return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
 
 
@@ -417,12 +415,13 @@ def replay(
     since layers of many shapes share a schedule and few programs are recorded for each key. `calls`: those of quantize
     that the call makes, by operand. `inputs`: its tensors, without those of the states.
     """
-    if options.group is not None or options.recomputed_scales is not None:
+    states = options.state.states
+    if options.group is not None or options.state.recomputed is not None:
         return None
     written = []
     for operand in calls:
         for call in operand:
-            if call.state and options.state is None:
+            if call.state and states is None:
                 return None
             if call.needs_rng:  # a program cannot compute the states of the calls from that of the layer
                 if rng is None or rng.dim() != 2:
@@ -430,7 +429,7 @@ def replay(
                 if not any([t is rng for t in inputs]):
                     inputs.append(rng)
             if call.state:
-                scale, history = options.state.tensors(call.state)  # type: ignore[union-attr]
+                scale, history = states.tensors(call.state)  # type: ignore[union-attr]
                 inputs.append(scale)
                 if options.record:
                     inputs.append(history)
@@ -438,7 +437,7 @@ def replay(
     if not direct(*inputs):
         return None
     # What forward saves differs between states that keep its scales and those that updates overwrite.
-    return Replay((id(s), options.record, type(options.state), key), s, inputs, written)
+    return Replay((id(s), options.record, type(states), key), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:
@@ -465,16 +464,17 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
         if given.weight_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
             a.main_grads += given.weight_grad.buffers()
             how = given.weight_grad.how()
-        state = given.state
+        state = given.state.states
         if state is not None:
             comptime(_prepared_while_tracing)
-            names = _state_names(schedule(recipe, given.module, given.name, False, False))
-            a.scales += [state.tensors(name)[0] for name in names] if given.scales is None else [given.scales]
+            names = state_names(schedule(recipe, given.module, given.name, False, False))
+            updated = given.state.updated
+            a.scales += [state.tensors(name)[0] for name in names] if updated is None else [updated]
             if given.record and len(names) > 0:
                 a.logs += [state._buffers["log"], state._buffers["written"]]
                 pending.append((state._buffers["pending"], len(names)))
-        late, cut = _keeps_original(given, weight), () if given.cut is None else tuple(given.cut)
-        layers.append((given.module, given.name, given.save_original_input, given.record, specs, how, late, cut))
+        kept, cut = tuple(originals_of(given, weight)), () if given.cut is None else given.cut.constants()
+        layers.append(tuple(LayerConstants(given.module, given.name, kept, given.record, specs, how, cut)))
     a.layers = tuple(layers)
     outputs = op(a)
     first = 0

@@ -42,17 +42,16 @@ class Encoded(NamedTuple):
 
 
 def quantize_calls(
-    t: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None = None
+    t: Tensor, calls: tuple[Call, ...], options: Options, scales: dict[str, Tensor] | None = None
 ) -> Copies:
     """Returns the copies of one tensor. `scales`: delayed scales to use, recording nothing; None takes the states'."""
-    return encode(t, calls, options, rng, scales).copies
+    return encode(t, calls, options, scales).copies
 
 
 def encode(
     t: Tensor,
     calls: tuple[Call, ...],
     options: Options,
-    rng: Tensor | None,
     scales: dict[str, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> Encoded:
@@ -68,14 +67,14 @@ def encode(
         elif call.state and not call.quantizer.custom:
             buffers = _quantize_delayed(t, call, options, scales)
         elif call.quantizer.custom or options.group is not None:
-            q = quantize_general(t, call, options, rng, scales)
+            q = quantize_general(t, call, options, scales)
             rowwise = q.copy_of(False) if q.rowwise_data is not None else rowwise
             columnwise = q.copy_of(True) if q.columnwise_data is not None else columnwise
             found = q.amax if has_one_amax(call) else found
             continue
         else:
             given = amax if has_one_amax(call) else None
-            buffers = quantize_ops.quantize(t, call.quantizer, given, rng=rng_of(t, call, options, rng))
+            buffers = quantize_ops.quantize(t, call.quantizer, given, rng=rng_of(t, call, options))
             found = buffers[-1] if has_one_amax(call) else found
         r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
@@ -86,14 +85,13 @@ def quantize_weight(
     weight: Tensor,
     calls: tuple[Call, ...],
     options: Options,
-    rng: Tensor | None,
     scales: dict[str, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> Encoded:
     """Encodes a weight, or a stack [G, N, K]; `scales`, `amax`: as for `encode`. Each weight of a stack has its own
     scales and amaxes; under delayed scaling all share one scale, whose history gets the largest amax."""
     if weight.dim() != 3:
-        return encode(weight, calls, options, rng, scales, amax)
+        return encode(weight, calls, options, scales, amax)
     require_stackable(STACK, calls)
     rowwise = columnwise = found = None
     for call in calls:
@@ -113,18 +111,19 @@ def quantize_weight(
     return Encoded((rowwise, columnwise), found)
 
 
-def rng_of(t: Tensor | FusedInput, call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
+def rng_of(t: Tensor | FusedInput, call: Call, options: Options) -> Tensor | None:
     """Returns the random state that a call on t draws from: [4], or [8] where t is a part of a tensor that is cut over
-    ranks. `rng`: the layer's state, [4], or those of all calls."""
+    ranks."""
     if not call.needs_rng:
         return None
+    rng = options.state.rng
     if rng is None:
         raise missing_rng(options.module, call.quantizer)
     own = rng[call.number] if rng.dim() == 2 else rng_at(rng, 2 * call.number)
     if options.cut is None:
         return own
     shape = t.shape if isinstance(t, Tensor) else sources.encoded_shape("quantize", t)
-    return placed(own, call, rows_cols(tuple(shape)), options.cut, options.group)
+    return placed(own, call, rows_cols(tuple(shape)), options.cut)
 
 
 def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
@@ -132,14 +131,15 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
     same ops as its forward, and what they record is dropped."""
     if scales is not None:
         scale = scales[call.state]
-        same = scales is options.recomputed_scales and options.record and selective()
+        same = scales is options.state.recomputed and options.record and selective()
         return scale, aside(torch.zeros_like, scale) if same else None
-    if options.state is None:
+    states = options.state.states
+    if states is None:
         raise ArgumentError(
             f"{options.module}: {call.quantizer.described()} scales by earlier steps' amaxes and needs state=, a "
             "diptych.torch.ScaleStates; diptych.torch.Linear holds one"
         )
-    scale, history = options.state.tensors(call.state)
+    scale, history = states.tensors(call.state)
     return scale, history if options.record else None
 
 
@@ -150,9 +150,7 @@ def _quantize_delayed(t: Tensor, call: Call, options: Options, scales: dict[str,
     return quantize_ops.quantize_delayed(t, call.quantizer, scale, history)
 
 
-def quantize_general(
-    t: Tensor, call: Call, options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None
-) -> QuantizedTensor:
+def quantize_general(t: Tensor, call: Call, options: Options, scales: dict[str, Tensor] | None) -> QuantizedTensor:
     """Quantizes by the verb `quantize`, for a user's own quantizer or an amax that is reduced over a process group."""
     if call.quantizer.custom:
         program.refuse()
@@ -161,7 +159,7 @@ def quantize_general(
     if call.state:
         given["scale"], history = scale_of(call, options, scales)
     if call.needs_rng:
-        given["rng"] = rng_of(t, call, options, rng)
+        given["rng"] = rng_of(t, call, options)
     if options.group is not None and call.reducible:
         given["amax_group"] = options.group
     q = quantize_verbs.quantize(t.detach(), call.quantizer, **given)
@@ -187,7 +185,6 @@ def quantize_operand(
     t: Tensor | FusedInput,
     calls: tuple[Call, ...],
     options: Options,
-    rng: Tensor | None,
     scales: dict[str, Tensor] | None = None,
     *,
     amax: Tensor | None = None,
@@ -196,7 +193,7 @@ def quantize_operand(
     """Returns the copies of a tensor or a FusedInput; `scales`, `amax`: as for `encode`. For a FusedInput, `sum_dtype`
     requests the sum over the rows in that dtype."""
     if isinstance(t, Tensor):
-        return encode(t, calls, options, rng, scales, amax)
+        return encode(t, calls, options, scales, amax)
     rowwise = columnwise = found = total = None
     for call in calls:
         one_amax = has_one_amax(call)
@@ -210,7 +207,7 @@ def quantize_operand(
         if history is not None and scale is not None:
             buffers = sources.quantize_delayed(t, call.quantizer, scale, history, wanted)
         else:
-            buffers = sources.quantize(t, call.quantizer, *given, scale, rng_of(t, call, options, rng), wanted)
+            buffers = sources.quantize(t, call.quantizer, *given, scale, rng_of(t, call, options), wanted)
         if wanted is not None:
             total, buffers = buffers[-1], buffers[:-1]
         r, c = quantize_ops.copies(call.quantizer, buffers)
@@ -220,12 +217,12 @@ def quantize_operand(
     return Encoded((rowwise, columnwise), found, total)
 
 
-def requantized_result(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
+def requantized_result(t: Tensor, call: Call | None, options: Options) -> Tensor:
     """Returns a result quantized and dequantized by `call`; with None, the result itself."""
     if call is None:
         return t
     single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
-    copy = quantize_calls(t, (single,), options, rng)[0]
+    copy = quantize_calls(t, (single,), options)[0]
     assert copy is not None
     return quantize_ops.dequantize(copy, t.dtype).reshape(t.shape)
 
@@ -250,13 +247,14 @@ def save_for_late(
     """Saves what backward needs beside the original to make the copies of `late` with the bits that forward, which made
     those of `calls` and found `amax`, would give them. Records t for the states that only `late` reads."""
     if not _keeps_scales(options):
-        saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in late if c.state]
+        saved += [scale_of(c, options, options.state.recomputed)[0].clone() for c in late if c.state]
     if _share_amax(calls, late):
         assert amax is not None
         saved.append(amax)
-    if options.state is not None and options.record and options.recomputed_scales is None:
+    states, _, recomputed, _ = options.state
+    if states is not None and options.record and recomputed is None:
         for name in late_states(calls, late):
-            aside(_record_late, name, t, options.state)
+            aside(_record_late, name, t, states)
 
 
 def saved_for_late(
@@ -273,13 +271,13 @@ def late_scales(late: tuple[Call, ...], options: Options) -> list[Tensor]:
     """Returns the delayed scales of `late` that the options keep for backward."""
     if not _keeps_scales(options):
         return []
-    given = options.recomputed_scales
+    given = options.state.recomputed
     return [scale_of(c, options, given if given is None else dict(given))[0] for c in late if c.state]
 
 
 def _keeps_scales(options: Options) -> bool:
     """Whether the options keep forward's delayed scales for backward, where no update overwrites them."""
-    return isinstance(options.state, StepScales)
+    return isinstance(options.state.states, StepScales)
 
 
 def _share_amax(calls: tuple[Call, ...], late: tuple[Call, ...]) -> bool:

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS
+from diptych.common.layer_options import COLUMN, ROW
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.quantizers import ROW_AMAX, SQUARE, Quantizer
 from diptych.torch.primitives.quantize import transpose
@@ -40,19 +41,23 @@ from diptych.torch.private.graphs import is_fake
 from diptych.torch.tensors.copies import Copies, Operand
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
-COLUMN, ROW = "column", "row"
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Cut(NamedTuple):
     """How a layer is cut. `mode`: COLUMN or ROW. `sequence`: the activations outside of the layer's pair are cut along
-    tokens. `ranks`: the size of the group. `gathered`: the weight comes quantized, by the whole weight's amax."""
+    tokens. `ranks`: the size of the group. `gathered`: the weight comes quantized, by the whole weight's amax. `group`:
+    the process group; a graph has it beside the others, which are constants."""
 
     mode: str
     sequence: bool
     ranks: int
     gathered: bool = False
+    group: Any = None
+
+    def constants(self) -> tuple[str, bool, int, bool]:
+        return self.mode, self.sequence, self.ranks, self.gathered
 
     @property
     def gathers_input(self) -> bool:
@@ -100,10 +105,10 @@ class Exchange(Generic[T]):
 # --- what the products of a layer call -------------------------------------------------------------------------------
 
 
-def whole_input(make: Callable[[], Operand], cut: Cut | None, group: Any) -> Exchange[Operand]:
+def whole_input(make: Callable[[], Operand], cut: Cut | None) -> Exchange[Operand]:
     """The input of fprop and wgrad with the tokens of all ranks. `make` makes this rank's: at once where it travels,
     else when the exchange is finished."""
-    return gathered(make(), cut.ranks, group) if cut is not None and cut.gathers_input else Exchange(make)
+    return gathered(make(), cut.ranks, cut.group) if cut is not None and cut.gathers_input else Exchange(make)
 
 
 def gradient_calls(calls: tuple[Call, ...], cut: Cut | None) -> tuple[Call, ...]:
@@ -114,18 +119,18 @@ def gradient_calls(calls: tuple[Call, ...], cut: Cut | None) -> tuple[Call, ...]
 
 
 def whole_gradients(
-    dy: Tensor, copies: Copies, s: Schedule, cut: Cut | None, group: Any
+    dy: Tensor, copies: Copies, s: Schedule, cut: Cut | None
 ) -> tuple[Exchange[Operand], Exchange[Operand]]:
     """The gradient that dgrad and wgrad read, with the tokens of all ranks. `copies`: those by `gradient_calls`."""
     rows, columns = [dy if copy is None else copy for copy in copies]
     if cut is None or not cut.gathers_gradient:
         return Exchange(lambda: rows), Exchange(lambda: columns)
-    of_rows = gathered(rows, cut.ranks, group) if s.w_kept else Exchange(lambda: rows)
+    of_rows = gathered(rows, cut.ranks, cut.group) if s.w_kept else Exchange(lambda: rows)
     if _turned(s.dy, cut):
         return of_rows, of_rows.then(_turn)
     if not s.x_kept or (s.w_kept and columns is rows):
         return of_rows, of_rows
-    return of_rows, gathered(columns, cut.ranks, group)
+    return of_rows, gathered(columns, cut.ranks, cut.group)
 
 
 def _turned(calls: tuple[Call, ...], cut: Cut | None) -> bool:
@@ -142,24 +147,24 @@ def _turn(rowwise: Operand) -> Operand:
     return transpose(data.reshape(-1, data.shape[-1])), scale_inv, amax, format_id, True
 
 
-def whole_output(y: Tensor, bias: Tensor | None, cut: Cut, group: Any) -> Tensor:
+def whole_output(y: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
     """fprop's result [M, ...]: of a row-parallel layer the sum over ranks plus the bias."""
-    return summed(y, cut.ranks, group, cut.sequence, bias).finish() if cut.mode == ROW else y
+    return summed(y, cut.ranks, cut.group, cut.sequence, bias).finish() if cut.mode == ROW else y
 
 
-def whole_input_gradient(dx: Tensor, cut: Cut | None, group: Any) -> Exchange[Tensor]:
+def whole_input_gradient(dx: Tensor, cut: Cut | None) -> Exchange[Tensor]:
     """dgrad's result [M, ...]: of a column-parallel layer the sum over ranks."""
     if cut is None or cut.mode != COLUMN:
         return Exchange(lambda: dx)
-    return summed(dx, cut.ranks, group, cut.sequence)
+    return summed(dx, cut.ranks, cut.group, cut.sequence)
 
 
-def sum_over_tokens(grad: Tensor, cut: Cut | None, group: Any, mode: str) -> Tensor:
+def sum_over_tokens(grad: Tensor, cut: Cut | None, mode: str) -> Tensor:
     """The gradient of a parameter that every rank holds, and that acts on the rank's tokens alone: a row-parallel
     layer's bias, or the norm in front of a column-parallel layer."""
     if cut is None or not cut.sequence or cut.mode != mode:
         return grad
-    return summed(grad.unsqueeze(1), cut.ranks, group, False).finish().squeeze(1)
+    return summed(grad.unsqueeze(1), cut.ranks, cut.group, False).finish().squeeze(1)
 
 
 # --- transport -------------------------------------------------------------------------------------------------------
@@ -245,7 +250,7 @@ _INPUT, _WEIGHT, _GRADIENT = range(3)
 _TENSORS = (_INPUT, _INPUT, _WEIGHT, _WEIGHT, _GRADIENT, _GRADIENT, _GRADIENT, _INPUT, _WEIGHT)
 
 
-def placed(rng: Tensor, call: Call, extents: tuple[Any, Any], cut: Cut, group: Any) -> Tensor:
+def placed(rng: Tensor, call: Call, extents: tuple[Any, Any], cut: Cut) -> Tensor:
     """Returns the random state of a quantize call on this rank's part [rows, columns] of a tensor, int32 [8]: the
     call's own and the part's place in the whole tensor. A tensor that every rank has keeps its state, [4]."""
     tensor, dim = _TENSORS[call.number], None
@@ -258,7 +263,7 @@ def placed(rng: Tensor, call: Call, extents: tuple[Any, Any], cut: Cut, group: A
     if dim is None:
         return rng
     place = [0, 0, *extents]
-    place[dim] = torch.distributed.get_rank(group) * extents[dim]
+    place[dim] = torch.distributed.get_rank(cut.group) * extents[dim]
     place[2 + dim] = cut.ranks * extents[dim]
     return torch.cat([rng, *[rng.new_full((1,), n) for n in place]])  # on the device: nothing is copied from the host
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.common.layer_options import WeightGradientOptions
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe, wrapped
 from diptych.torch.private.functorch import transforms_active
@@ -56,40 +57,39 @@ def accumulate(wgrad: Any, acc: Tensor, overwrite: bool) -> None:
 
 
 class WeightGradients:
-    """The destination of a module's weight gradients: `weight.main_grad` (`fuse`), in backward or in `backward_dw`
-    (`delay`)."""
+    """The destination of a module's weight gradients, and those that wait there."""
 
-    def __init__(self, fuse: bool, delay: bool) -> None:
-        self.fuse, self.delay = fuse, delay
+    def __init__(self, options: WeightGradientOptions) -> None:
+        self.options = options
         self.queue: list[tuple[Sink, Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fuse": self.fuse, "delay": self.delay, "queue": []}
+        return {"options": self.options, "queue": []}
 
     def of(self, weight: Tensor) -> Sink:
         """The destination of one call's gradient. **Raises**, before the forward runs, ValueError for a weight without
         a `main_grad` that fits, NotImplementedError for one whose gradient a reducer would miss."""
         if weight.requires_grad and (torch.is_grad_enabled() or STATE.taped):
             if not torch.compiler.is_compiling():  # else `require_while_tracing` has looked
-                if self.fuse and wrapped(weight):
+                if self.options.fuse and wrapped(weight):
                     raise UnsupportedError(
                         "fuse_wgrad_accumulation for a weight that a transform of torch.func passes: the transform "
                         "returns its gradient, and main_grad is out of its reach; make the module without "
                         "fuse_wgrad_accumulation"
                     )
                 self.require_reduced(weight)
-            if self.fuse:
+            if self.options.fuse:
                 main_grad(weight)
         return Sink(self, weight)
 
     def require_reduced(self, weight: Tensor) -> None:
         """**Raises** NotImplementedError for a weight whose gradient a reducer would miss."""
-        if said := _missed(self.fuse, weight):
+        if said := _missed(self.options.fuse, weight):
             raise UnsupportedError(said)
 
     def marks(self, weight: Tensor) -> bool:
         """Whether backward sets the weight's `grad_added_to_main_grad`."""
-        return self.fuse and getattr(weight, "grad_added_to_main_grad", None) is not None
+        return self.options.fuse and getattr(weight, "grad_added_to_main_grad", None) is not None
 
     def run(self) -> None:
         """Computes the gradients that wait, oldest first. Those of one weight are added, and reach it as one.
@@ -119,11 +119,11 @@ class Sink:
 
     def __init__(self, owner: WeightGradients, weight: Tensor) -> None:
         self.owner, self.weight, self.dry = owner, weight, STATE.dry
-        self.marks = owner.marks(weight) and not (owner.delay or self.dry)
+        self.marks = owner.marks(weight) and not (owner.options.delay or self.dry)
 
     def buffers(self) -> list[Tensor]:
         """The tensors that backward adds to."""
-        return [main_grad(self.weight)] if self.owner.fuse else []
+        return [main_grad(self.weight)] if self.owner.options.fuse else []
 
     def how(self) -> str:
         """Returns how a backward changes the buffer: "add", "overwrite" or, after a dry run, "keep"."""
@@ -132,7 +132,7 @@ class Sink:
     def stand_in(self) -> Tensor:
         """Returns the tensor that forward reads: for a weight whose gradient waits, its values, to which its hooks do
         not apply."""
-        if self.dry or not (self.owner.delay and self.weight.requires_grad and torch.is_grad_enabled()):
+        if self.dry or not (self.owner.options.delay and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.weight
         if transforms_active():
             raise UnsupportedError(
@@ -147,14 +147,14 @@ class Sink:
         """Computes the gradient or keeps it for `backward_dw`; returns what autograd gets."""
         if self.dry:
             return None
-        if self.owner.delay:
+        if self.owner.options.delay:
             self.owner.queue.append((self, wgrad))
             return None
         return self.added([wgrad])
 
     def delivered(self, wgrads: list[Any]) -> Tensor | None:
         """Computes the gradients that waited; returns what autograd gets."""
-        if self.owner.fuse:
+        if self.owner.options.fuse:
             return self.added(wgrads)
         total = wgrads[0].compute()
         for wgrad in wgrads[1:]:
@@ -340,7 +340,7 @@ def require_while_tracing(context: Any, module: Any) -> None:
     """Runs where Dynamo traces a module, its local `self`, and before each run of the graph; there a gradient that
     would be missed makes Dynamo trace again. **Raises** what `WeightGradients.require_reduced` raises."""
     gradients: WeightGradients | None = module._weight_gradients
-    if gradients is None or not gradients.fuse:
+    if gradients is None or not gradients.options.fuse:
         return
     for weight in _weights(module):
         gradients.require_reduced(weight)
@@ -359,7 +359,7 @@ def _with(stage: Any, option: str) -> str:
     """The name of a module of a pipeline's stage that has an option ("fuse" or "delay"), or nothing."""
     for name, module in stage.submod.named_modules():
         gradients = getattr(module, "_weight_gradients", None)
-        if gradients is not None and getattr(gradients, option):
+        if gradients is not None and getattr(gradients.options, option):
             return f"{name or 'the module'} ({type(module).__name__})"
     return ""
 

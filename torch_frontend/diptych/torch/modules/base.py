@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.layer_options import NO_ORIGINALS, Originals, WeightGradientOptions
 from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.plan import LinearPlan
 from diptych.common.layers.schedule import OFFSETS
 from diptych.common.recipes import Recipe
+from diptych.common.te_arguments import ModuleArguments
 from diptych.torch.graph import eager_only, functorch
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
-from diptych.torch.layers.options import Options, plain_options, schedule
+from diptych.torch.layers.options import STATELESS, CallState, Options, plain_options, schedule
 from diptych.torch.layers.quantize import rng_take
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
@@ -91,8 +93,20 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
     ) -> None:
         super().__init__(*args, **kwargs)
         recognize_pipelines()
-        if fuse_wgrad_accumulation or delay_wgrad_compute:
-            self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._take_gradients(WeightGradientOptions(fuse_wgrad_accumulation, delay_wgrad_compute))
+
+    def _take_gradients(self, options: WeightGradientOptions) -> None:
+        if options.fuse or options.delay:
+            self._weight_gradients = WeightGradients(options)
+
+    def _take(self, given: ModuleArguments, **extents: int) -> None:
+        """Takes what all constructors are given, before the parameters exist. `extents`: as for `_make_cut`, whose
+        errors it raises."""
+        self.recipe, self.name = given.recipe, given.name
+        self.save_original_input, self.save_original_weight = given.originals
+        self.init_method, self.return_bias = given.init_method, given.return_bias
+        self._take_gradients(given.weight_gradients)
+        self._make_cut(given.parallel, **extents)
 
     # --- the recipe that applies ---
 
@@ -157,15 +171,17 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             return self._plain_linear(high_precision("linear", x), weight, bias, layer)
         if quantize_output or quantize_grad_input:
             recipe = recipe.with_results(quantize_output, quantize_grad_input)
-        given = (is_first_microbatch, skip_weight_update, save_original_input, save_original_weight)
-        options, rng = self._options_for(recipe, x, weight, layer, *given)
-        return linear_with(x, weight, bias, rng, recipe, options)
+        originals = NO_ORIGINALS  # the one that exists, since each call comes by here
+        if save_original_input or save_original_weight:
+            originals = Originals(save_original_input, save_original_weight)
+        options = self._options_for(recipe, x, weight, layer, originals, is_first_microbatch, skip_weight_update)
+        return linear_with(x, weight, bias, recipe, options)
 
     def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "") -> Tensor:
         """Runs the layer in high precision; the weight's gradient goes where the module's gradients go."""
         if self._weight_gradients is None and self.tp_size == 1:
             return F.linear(x, dequantized_weight(weight), bias)
-        return linear_with(x, weight, bias, None, HIGH_PRECISION, self._plain_options(weight, layer))
+        return linear_with(x, weight, bias, HIGH_PRECISION, self._plain_options(weight, layer))
 
     def _plain_options(self, weight: Tensor, layer: str) -> Options:
         """The options of a layer that runs in high precision."""
@@ -210,7 +226,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         elsewhere = self._weight_gradients
         if elsewhere is None:
             return None
-        if elsewhere.delay:
+        if elsewhere.options.delay:
             return eager_only.DELAYED_WGRAD
         return eager_only.MARKED_WGRAD if any([elsewhere.marks(weight) for weight in weights]) else None
 
@@ -220,12 +236,12 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         x: Tensor,
         weight: Tensor,
         layer: str,
+        originals: Originals = NO_ORIGINALS,
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
-        save_original_input: bool = False,
-        save_original_weight: bool = False,
-    ) -> tuple[Options, Tensor | None]:
-        """Returns one layer's options and a snapshot of its random generator, and moves its states on by a call."""
+    ) -> Options:
+        """Returns one layer's options, with its states and a snapshot of its random generator, and moves these on by a
+        call."""
         compiling = torch.compiler.is_compiling()
         name = self._role_name(layer)
         record = self.training and recording()
@@ -233,13 +249,13 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
         shared = shared or self.tp_size > 1 or STATE.played
         if not (shared or "scale_states" in self._modules):
-            plain = plain_options(recipe, self.module_kind, name, save_original_input, save_original_weight, record)
+            plain = plain_options(recipe, self.module_kind, name, originals, record)
             if plain is not None:
-                return plain, None
+                return plain
         if not compiling and transforms_active():
             self._require_plain_state(cached)
         s = schedule(recipe, self.module_kind, name, False, False)
-        states, rng, scales, updated = None, None, None, None
+        state = STATELESS
         cut = self._cut(layer) if self.tp_size > 1 else None
         if cut is not None and not compiling:  # before delayed scales are reduced over the ranks
             self._require_alike(layer, recipe, s.plan, x)
@@ -248,21 +264,19 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             # Outside of regions a recipe is the module's own, and delayed scaling takes each call as a step.
             with autocast(recipe=recipe) if record and s.plan.states and not STATE.inside else _NO_REGION:
                 if compiling:
-                    states, rng, updated = self._compiled_states(*given)
+                    state = self._compiled_states(*given)
                 else:
-                    states, rng, scales, record = self._states_for(*given)
+                    state, record = self._states_for(*given)
         group = None
         if cut is not None and compiling:  # after Dynamo has made the states
             self._require_alike(layer, recipe, s.plan, x)
         if recipe.amax_group or cut is not None:
             group = self._amax_group(recipe, STATE.amax_groups)
         gradients = self._weight_gradients
-        options = Options(
-            self.module_kind, name, save_original_input, record, group, states, scales, None,
-            None if gradients is None else gradients.of(weight), updated, save_original_weight, cut,
-        )  # fmt: skip
+        sink = None if gradients is None else gradients.of(weight)
+        options = Options(self.module_kind, name, originals, record, group, state, None, sink, cut)
         if cached and not isinstance(weight, QuantizedTensorBase):
-            given = (weight, recipe, options, rng, is_first_microbatch, skip_weight_update)
+            given = (weight, recipe, options, is_first_microbatch, skip_weight_update)
             options = options._replace(weight_copies=kept_weight(self, layer, *given))
         elif not compiling and STATE.played:  # with what its forward used, whatever has been prepared since
             taped = taped_call(self, _PREPARED + layer, optional=True)
@@ -273,35 +287,33 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             if made is not None:
                 options = options._replace(weight_copies=made)
                 tape_call(self, _PREPARED + layer, None, made, None)
-        return options, rng
+        return options
 
     # --- states ---
 
     def _states_for(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
-    ) -> tuple[ScaleStates | StepScales | None, Tensor | None, dict[str, Tensor] | None, bool]:
-        """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
-        call; `record`: whether the call records; a recomputation does what its forward did instead."""
+    ) -> tuple[CallState, bool]:
+        """Returns the states of one call, and whether it records; `record`: whether it would, which a recomputation
+        leaves to its forward."""
         if not (plan.states or plan.needs_rng):
             if record and backward_pass() == -1:
                 aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
-            return None, None, None, record
+            return STATELESS, record
         taped = taped_call(self, layer)
         if taped is not None:
-            return taped.states, taped.rng, taped.scales, taped.record
+            return CallState(taped.states, taped.rng, taped.scales), taped.record
         if backward_pass() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
                 f"({type(recipe).__name__}): a recomputation must find the scales and random bits of its forward; use "
                 "diptych.torch.checkpoint, or torch.utils.checkpoint with context_fn=diptych.torch.checkpoint_contexts"
             )
-        used, rng = aside(self._advance, plan, layer, recipe, device, record)
-        return used, rng, None, record
+        return aside(self._advance, plan, layer, recipe, device, record), record
 
-    def _advance(
-        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
-    ) -> tuple[ScaleStates | StepScales | None, Tensor | None]:
-        """Returns (states, snapshot of the random generator) of a call, and writes the call onto the running tapes."""
+    def _advance(self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool) -> CallState:
+        """Returns the states of a call, with a snapshot of the random generator, and writes the call onto the running
+        tapes."""
         states = self._bound_states(plan, layer, recipe, device, record=record)
         used: Any = states
         if states is not None:
@@ -310,7 +322,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         if plan.needs_rng:
             rng = rng_take(self._rng(device, recipe), OFFSETS * functorch.examples() if record else 0)
         tape_call(self, layer, states, used, rng, record)
-        return used, rng
+        return CallState(used, rng)
 
     def _enter_region(self, states: ScaleStates, recipe: Recipe, device: torch.device) -> StepScales | ScaleStates:
         """Returns the states for this call, and updates the scales at their first use in a region. Where graphs may
@@ -344,7 +356,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
 
     def _compiled_states(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
-    ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
+    ) -> CallState:
         """Does what `_states_for` does, for a traced call: states are made while tracing; the graph reads and writes
         them."""
         from diptych.torch.private.dynamo import comptime  # importing it takes a second
@@ -358,14 +370,15 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 f"{type(self).__name__}: the layer {layer!r} has no states yet, and what traces it cannot make them; "
                 "run the module once before"
             )
-        scales = None
+        updated = None
         if states is not None and record:
             group = self._amax_group(recipe, STATE.amax_groups, delayed=True)
-            scales = update_once(states, plan.states, STATE.steps[str(device)], group)
-        if states is not None and scales is None:
+            updated = update_once(states, plan.states, STATE.steps[str(device)], group)
+        if states is not None and updated is None:
             # Backward, too, uses the scales as they are now.
-            scales = torch.cat(states.scales_for(plan))
-        return states, None if rng is None else rng_take(rng, OFFSETS if record else 0), scales
+            updated = torch.cat(states.scales_for(plan))
+        taken = None if rng is None else rng_take(rng, OFFSETS if record else 0)
+        return CallState(states, taken, updated=updated)
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device, record: bool) -> None:
         """Makes the states and buffers that a graph of this layer reads and writes."""
@@ -441,7 +454,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         **Raises** NotImplementedError for a module made without `delay_wgrad_compute`; ValueError, and keeps the
         gradients, for a weight that was frozen since.
         """
-        if self._weight_gradients is None or not self._weight_gradients.delay:
+        if self._weight_gradients is None or not self._weight_gradients.options.delay:
             raise UnsupportedError(
                 "backward_dw: the module computes its weight gradients in backward; "
                 "make it with delay_wgrad_compute=True"

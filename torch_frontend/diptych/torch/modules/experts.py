@@ -95,9 +95,9 @@ class RoutedExperts(QuantizedModule):
         weight, bias = getattr(self, f"{layer}_proj"), getattr(self, f"{layer}_proj_bias", None)
         weight = weight.transpose(1, 2) if self.transposed else weight
         if recipe is not None:
-            options, rng = self._options_for(recipe, x, weight, layer)
+            options = self._options_for(recipe, x, weight, layer)
             offsets, row_map = (None, rows) if permutes else (rows.expert_offsets, None)
-            return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
+            return grouped_linear_with(x, weight, bias, offsets, align, recipe, options, row_map)
         x = moe_permute(x, rows)[0] if permutes else x
         plain = functools.partial(_in_high_precision, rows.expert_offsets)
         if STATE.calibrating is not None:
@@ -116,7 +116,7 @@ class RoutedExperts(QuantizedModule):
 
 def _in_high_precision(offsets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     options = Options(RoutedExperts.module_kind)
-    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, options)
+    return grouped_linear_with(x, weight, bias, offsets, 1, HIGH_PRECISION, options)
 
 
 def _default_gate(module: Any, gate_up: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def make_graphed_callables(
     several = isinstance(callables, (tuple, list))
     models = [c for c in (callables if several else (callables,)) if isinstance(c, nn.Module)]
     elsewhere = [g for m in models for s in m.modules() if (g := getattr(s, "_weight_gradients", None)) is not None]
-    if any(g.delay for g in elsewhere):
+    if any(g.options.delay for g in elsewhere):
         raise UnsupportedError("make_graphed_callables: delay_wgrad_compute leaves gradients to code outside of graphs")
     allow_unused_input = allow_unused_input or len(elsewhere) > 0
     before = {t: t.clone() for t in _kept(models)}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.layer_options import Originals, WeightGradientOptions
 from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.recipes import Recipe
-from diptych.common.te_arguments import absorb, dtype_of
+from diptych.common.te_arguments import absorb, module_arguments, placed
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.torch.functional.permute_op import as_int32, host_numbers
 from diptych.torch.layers.grouped_linear import grouped_linear as grouped_linear
@@ -71,20 +71,21 @@ class GroupedLinear(QuantizedModule):
         return_bias: bool = False,
         **others: Any,
     ) -> None:
-        absorb("GroupedLinear", others)
-        require_recipe("GroupedLinear", recipe)
+        given = module_arguments(
+            "GroupedLinear", others, recipe, name, placed("GroupedLinear", device, dtype, params_dtype),
+            originals=Originals(save_original_input, save_original_weight),
+            weight_gradients=WeightGradientOptions(fuse_wgrad_accumulation, delay_wgrad_compute),
+            init_method=init_method, return_bias=return_bias,
+        )  # fmt: skip
         for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
             if not isinstance(n, int) or n < 1:
                 raise ValueError(f"GroupedLinear: {arg} must be an int of at least 1, got {n!r}")
-        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        super().__init__()
+        self._take(given)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.recipe, self.name = recipe, name or ""
-        self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
-        self.return_bias, self.init_method = return_bias, init_method
-        placed: dict[str, Any] = {"device": device, "dtype": dtype_of("GroupedLinear", dtype, params_dtype)}
-        self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **placed))
+        self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **given.placed))
         if bias:
-            self.bias = nn.Parameter(torch.empty(num_gemms, out_features, **placed))
+            self.bias = nn.Parameter(torch.empty(num_gemms, out_features, **given.placed))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -173,9 +174,9 @@ class GroupedLinear(QuantizedModule):
             if STATE.calibrating is not None:
                 return self._calibrate(x, self.weight, bias, "", STATE.calibrating, plain)
             return plain(x, self.weight, bias)
-        given = (is_first_microbatch, None, self.save_original_input, self.save_original_weight)
-        options, rng = self._options_for(recipe, inp, self.weight, "", *given)
-        return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map, sizes)
+        originals = Originals(self.save_original_input, self.save_original_weight)
+        options = self._options_for(recipe, inp, self.weight, "", originals, is_first_microbatch)
+        return grouped_linear_with(inp, self.weight, bias, offsets, align, recipe, options, row_map, sizes)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, p in (("weight", self.weight), ("bias", self.bias)):
@@ -190,7 +191,7 @@ class GroupedLinear(QuantizedModule):
 
 def _in_high_precision(offsets: Tensor, weight_grad: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     options = Options(GroupedLinear.module_kind, weight_grad=weight_grad)
-    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, options)
+    return grouped_linear_with(x, weight, bias, offsets, 1, HIGH_PRECISION, options)
 
 
 def _stack(state_dict: Any, key: str, part: str, count: int) -> None:

@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.layer_options import COLUMN, ROW, Originals, TensorParallel, WeightGradientOptions
 from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe
-from diptych.common.te_arguments import absorb, dtype_of, one_input
+from diptych.common.te_arguments import module_arguments, one_input, placed
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
 from diptych.torch.layers.products import run
-from diptych.torch.layers.tensor_parallel import COLUMN, ROW
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
@@ -126,25 +125,26 @@ class LayerNormLinear(NormedModule):
         parallel_mode: str | None = None,
         **others: Any,
     ) -> None:
-        absorb("LayerNormLinear", others)
-        require_recipe("LayerNormLinear", recipe)
+        given = module_arguments(
+            "LayerNormLinear", others, recipe, name, placed("LayerNormLinear", device, dtype, params_dtype),
+            originals=Originals(save_original_input, save_original_weight),
+            weight_gradients=WeightGradientOptions(fuse_wgrad_accumulation, delay_wgrad_compute),
+            parallel=TensorParallel(tp_group, tp_size, sequence_parallel, {"": parallel_mode}),
+            init_method=init_method, return_bias=return_bias,
+        )  # fmt: skip
         require_sizes("LayerNormLinear", in_features=in_features, out_features=out_features)
-        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         if parallel_mode == ROW:
             raise UnsupportedError(
                 "LayerNormLinear: parallel_mode='row' would cut the features that the norm reads whole"
             )
-        modes = {"": parallel_mode}
-        self._make_cut(tp_group, tp_size, sequence_parallel, modes, out_features=out_features)
+        super().__init__()
+        self._take(given, out_features=out_features)
         out_features //= self.tp_size
-        placed = {"device": device, "dtype": dtype_of("LayerNormLinear", dtype, params_dtype)}
         self.in_features, self.out_features = in_features, out_features
-        self.recipe, self.name, self.return_layernorm_output = recipe, name or "", return_layernorm_output
-        self.init_method, self.return_bias = init_method, return_bias
-        self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
-        self._make_norm(normalization, in_features, eps, zero_centered_gamma, **placed)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, **placed))
-        self.bias = nn.Parameter(torch.empty(out_features, **placed)) if bias else None
+        self.return_layernorm_output = return_layernorm_output
+        self._make_norm(normalization, in_features, eps, zero_centered_gamma, **given.placed)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **given.placed))
+        self.bias = nn.Parameter(torch.empty(out_features, **given.placed)) if bias else None
         self.reset_parameters()
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
         self._make_initial_states()
@@ -184,13 +184,13 @@ class LayerNormLinear(NormedModule):
             z = norm_verbs.layernorm(x, gamma, beta, self.norm)
             return self._returned(self.quantized_linear(z, weight, bias), z)
         if recipe is None:
-            recipe, options, rng = *self._plain_run(weight), None
+            recipe, options = self._plain_run(weight)
         else:
             recipe = recipe.with_results(True, False) if fp8_output else recipe
-            given = (is_first_microbatch, skip_weight_update, self.save_original_input, self.save_original_weight)
-            options, rng = self._options_for(recipe, x, weight, "", *given)
+            originals = Originals(self.save_original_input, self.save_original_weight)
+            options = self._options_for(recipe, x, weight, "", originals, is_first_microbatch, skip_weight_update)
         with_z = self.return_layernorm_output
-        operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)
+        operands = (gamma, beta, self.norm_constants, weight, bias, options.state.rng, with_z)
         made = run(layernorm_linear, x, recipe, (options,), *operands)
         return self._returned(*made[: 1 + with_z])
 

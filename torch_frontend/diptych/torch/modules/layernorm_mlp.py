@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common.arguments import require_recipe
+from diptych.common.layer_options import COLUMN, ROW, Originals, TensorParallel, WeightGradientOptions
 from diptych.common.ops.activation import activation_options
 from diptych.common.recipes import Recipe
-from diptych.common.te_arguments import absorb, dtype_of, one_input
+from diptych.common.te_arguments import module_arguments, one_input, placed
 from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_mlp import layernorm_mlp
 from diptych.torch.layers.products import run
-from diptych.torch.layers.tensor_parallel import COLUMN, ROW
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
 from diptych.torch.modules.model_init import initial_weight
@@ -90,25 +89,27 @@ class LayerNormMLP(NormedModule):
         set_parallel_mode: bool = False,
         **others: Any,
     ) -> None:
-        absorb("LayerNormMLP", others)
-        require_recipe("LayerNormMLP", recipe)
-        require_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         modes = {"fc1": COLUMN, "fc2": ROW} if set_parallel_mode else {}
-        self._make_cut(tp_group, tp_size, sequence_parallel, modes, ffn_hidden_size=ffn_hidden_size)
+        given = module_arguments(
+            "LayerNormMLP", others, recipe, name, placed("LayerNormMLP", device, dtype, params_dtype),
+            originals=Originals(save_original_input, save_original_weight),
+            weight_gradients=WeightGradientOptions(fuse_wgrad_accumulation, delay_wgrad_compute),
+            parallel=TensorParallel(tp_group, tp_size, sequence_parallel, modes),
+            init_method=init_method, return_bias=return_bias,
+        )  # fmt: skip
+        require_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        super().__init__()
+        self._take(given, ffn_hidden_size=ffn_hidden_size)
         ffn_hidden_size //= self.tp_size
-        placed: dict[str, Any] = {"device": device, "dtype": dtype_of("LayerNormMLP", dtype, params_dtype)}
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.recipe, self.name, self.return_bias, self.checkpoint = recipe, name or "", return_bias, checkpoint
-        self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
-        self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
+        self.output_layer_init_method, self.checkpoint = output_layer_init_method, checkpoint
         self.activation, self.activation_options = activation, activation_options("LayerNormMLP", activation)
-        self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **placed)
+        self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **given.placed)
         wide = ffn_hidden_size * self._stacked("fc1")
-        self.fc1_weight = nn.Parameter(torch.empty(wide, hidden_size, **placed))
-        self.fc1_bias = nn.Parameter(torch.empty(wide, **placed)) if bias else None
-        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **placed))
-        self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **placed)) if bias else None
+        self.fc1_weight = nn.Parameter(torch.empty(wide, hidden_size, **given.placed))
+        self.fc1_bias = nn.Parameter(torch.empty(wide, **given.placed)) if bias else None
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **given.placed))
+        self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **given.placed)) if bias else None
         self.reset_parameters()
         self.fc1_weight = initial_weight(self.fc1_weight, recipe, self.module_kind, self._role_name("fc1"))
         self.fc2_weight = initial_weight(self.fc2_weight, recipe, self.module_kind, self._role_name("fc2"))
@@ -157,13 +158,14 @@ class LayerNormMLP(NormedModule):
             h = self.quantized_linear(norm_verbs.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")
             return self.quantized_linear(activation_verbs.activate(h, act), w2, b2, "fc2")
         given = (is_first_microbatch, skip_weight_update)
-        late = self.save_original_weight
         if recipe is None:
-            recipe, fc1, fc2, rng1, rng2 = *self._plain_run(w1, "fc1"), self._plain_run(w2, "fc2")[1], None, None
+            recipe, fc1, fc2 = *self._plain_run(w1, "fc1"), self._plain_run(w2, "fc2")[1]
         else:
-            fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given, self.save_original_input, late)
-            fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, True, late)
-        operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, rng1, rng2, tuple(act))
+            originals = Originals(self.save_original_input, self.save_original_weight)
+            fc1 = self._options_for(recipe, x, w1, "fc1", originals, *given)
+            fc2 = self._options_for(recipe, x, w2, "fc2", originals._replace(input=True), *given)
+        rngs = fc1.state.rng, fc2.state.rng
+        operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, *rngs, tuple(act))
         return run(layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 
     def extra_repr(self) -> str:

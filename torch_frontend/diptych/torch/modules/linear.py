@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common.arguments import require_recipe
+from diptych.common.layer_options import COLUMN, ROW, Originals, TensorParallel, WeightGradientOptions
 from diptych.common.recipes import Recipe
-from diptych.common.te_arguments import absorb, dtype_of, one_input
+from diptych.common.te_arguments import module_arguments, one_input, placed
 from diptych.torch.layers.linear import linear as linear
-from diptych.torch.layers.tensor_parallel import COLUMN, ROW
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
@@ -69,21 +68,19 @@ class Linear(QuantizedModule, nn.Linear):
         parallel_mode: str | None = None,
         **others: Any,
     ) -> None:
-        absorb("Linear", others)
-        require_recipe("Linear", recipe)
-        dtype = dtype_of("Linear", dtype, params_dtype)
-        self.init_method = init_method  # before nn.Linear's __init__, which calls reset_parameters
-        extents = {"out_features": out_features} if parallel_mode == COLUMN else {"in_features": in_features}
-        self._make_cut(tp_group, tp_size, sequence_parallel, {"": parallel_mode}, **extents)
-        mode = self._modes.get("")
-        super().__init__(
-            in_features // self.tp_size if mode == ROW else in_features,
-            out_features // self.tp_size if mode == COLUMN else out_features, bias=bias, device=device, dtype=dtype,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
+        given = module_arguments(
+            "Linear", others, recipe, name, placed("Linear", device, dtype, params_dtype),
+            originals=Originals(save_original_input, save_original_weight),
+            weight_gradients=WeightGradientOptions(fuse_wgrad_accumulation, delay_wgrad_compute),
+            parallel=TensorParallel(tp_group, tp_size, sequence_parallel, {"": parallel_mode}),
+            init_method=init_method, return_bias=return_bias,
         )  # fmt: skip
-        self.recipe, self.name = recipe, name or ""
-        self.save_original_input, self.return_bias = save_original_input, return_bias
-        self.save_original_weight = save_original_weight
+        extents = {"out_features": out_features} if parallel_mode == COLUMN else {"in_features": in_features}
+        self._take(given, **extents)  # before nn.Linear's __init__, which calls reset_parameters
+        mode = self._modes.get("")
+        in_features = in_features // self.tp_size if mode == ROW else in_features
+        out_features = out_features // self.tp_size if mode == COLUMN else out_features
+        super().__init__(in_features, out_features, bias=bias, **given.placed)
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
         self._make_initial_states()
 

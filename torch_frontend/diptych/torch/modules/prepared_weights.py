@@ -167,7 +167,7 @@ class PreparedWeights:
             elif self.nbytes + size <= self.max_bytes:
                 self.nbytes += size
                 if weight.dim() == 3:
-                    one.hold(module, weight, quantize_weight(weight.detach(), one.calls, Options(), None).copies)
+                    one.hold(module, weight, quantize_weight(weight.detach(), one.calls, Options()).copies)
                 else:
                     single.append((module, weight, one))
         made = _quantized_together([(weight, one) for _, weight, one in single])

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.errors import ArgumentError, RankMismatchError, ShapeError, UnsupportedError
+from diptych.common.layer_options import COLUMN, TensorParallel
 from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
-from diptych.torch.layers.tensor_parallel import COLUMN, ROW, Cut
+from diptych.torch.layers.tensor_parallel import Cut
 from diptych.torch.modules.agreement import described, require_alike
 from diptych.torch.modules.model_init import initial_recipe, initialize
 from diptych.torch.primitives.register import traced_local
@@ -86,27 +87,18 @@ class TensorParallelModule(nn.Module):
     def tp_group(self) -> Any:
         return self._tp_group.group
 
-    def _make_cut(
-        self, tp_group: Any, tp_size: int, sequence_parallel: bool, modes: Mapping[str, str | None], **extents: int
-    ) -> None:
-        """Takes a constructor's arguments, before the parameters exist. `extents`: those that are cut, by their names.
+    def _make_cut(self, parallel: TensorParallel, **extents: int) -> None:
+        """Takes how the module is cut, before the parameters exist. `extents`: those that are cut, by their names.
 
         **Raises** ArgumentError, ValueError, ShapeError and UnsupportedError for arguments that do not fit.
         """
-        op = type(self).__name__
-        if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
-            raise ArgumentError(f"{op}: tp_size must be a positive int, got {tp_size!r}")
-        if not isinstance(sequence_parallel, bool):
-            raise ArgumentError(f"{op}: sequence_parallel must be a bool, got {sequence_parallel!r}")
-        for mode in modes.values():
-            if mode not in (None, COLUMN, ROW):
-                raise ValueError(f"{op}: parallel_mode must be 'column', 'row' or None, got {mode!r}")
-        size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
-        if tp_group is not None and tp_size not in (1, size):
-            raise ValueError(f"{op}: tp_size={tp_size}, and tp_group has {size} ranks")
+        op, group = type(self).__name__, parallel.group
+        size = parallel.size if group is None else torch.distributed.get_world_size(group)
+        if group is not None and parallel.size not in (1, size):
+            raise ValueError(f"{op}: tp_size={parallel.size}, and tp_group has {size} ranks")
         if size == 1:
             return
-        cut = {layer: mode for layer, mode in modes.items() if mode is not None}
+        cut = {layer: mode for layer, mode in parallel.modes.items() if mode is not None}
         if not cut:
             raise ArgumentError(
                 f"{op}: {size} tensor-parallel ranks need a parallel_mode (LayerNormMLP: set_parallel_mode)"
@@ -116,15 +108,15 @@ class TensorParallelModule(nn.Module):
         for name, extent in extents.items():
             if extent % size:
                 raise ShapeError(f"{op}: {name}={extent} is no multiple of the {size} tensor-parallel ranks")
-        self.tp_size, self.sequence_parallel, self._modes = size, sequence_parallel, cut
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
+        self.tp_size, self.sequence_parallel, self._modes = size, parallel.sequence, cut
+        if group is not None:
+            self.set_tensor_parallel_group(group)
 
-    def become_cut(self, tp_group: Any, sequence_parallel: bool, modes: Mapping[str, str]) -> None:
+    def become_cut(self, parallel: TensorParallel) -> None:
         """Makes a whole module one that is cut over a group; its caller cuts the parameters as `cuts` says.
         **Raises** what a constructor does, before anything is changed."""
-        extent = self._cut_extents[next(iter(modes.values()))]
-        self._make_cut(tp_group, 1, sequence_parallel, modes, **{extent: getattr(self, extent)})
+        extent = self._cut_extents[str(next(iter(parallel.modes.values())))]
+        self._make_cut(parallel, **{extent: getattr(self, extent)})
         setattr(self, extent, getattr(self, extent) // self.tp_size)
         self._styled = True
 
@@ -159,8 +151,7 @@ class TensorParallelModule(nn.Module):
         mode = self._modes.get(layer)
         if mode is None:
             return None
-        self._require_group()
-        return Cut(mode, self.sequence_parallel, self.tp_size, layer in self._gathered)
+        return Cut(mode, self.sequence_parallel, self.tp_size, layer in self._gathered, self._require_group())
 
     def _require_group(self) -> Any:
         """The process group of a module that is cut. **Raises** ArgumentError before there is one."""

@@ -46,7 +46,6 @@ class WeightCache:
         recipe: Recipe,
         options: Options,
         need_columnwise: bool,
-        rng: Tensor | None,
         first: bool | None,
         skip: Tensor | None,
     ) -> Copies:
@@ -56,7 +55,7 @@ class WeightCache:
         """
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # a later microbatch saves the copies for its backward
-                return self.get(weight, recipe, options, need_columnwise, rng, first, skip)
+                return self.get(weight, recipe, options, need_columnwise, first, skip)
         module, name = options.module, options.name
         calls = schedule(recipe, module, name, need_columnwise, False).w
         key = _key(calls, weight.shape, weight.device)
@@ -75,7 +74,7 @@ class WeightCache:
                 raise UnsupportedError("a compiled region that keeps one weight for two recipes: give each its own")
         if skip is not None:
             if compiling or (self.content == "kept" and self.key == key):
-                return self._select(weight, calls, options, rng, skip)
+                return self._select(weight, calls, options, skip)
         elif not first:
             if self.content == "none":
                 raise ValueError("is_first_microbatch=False, but no weight is kept: the first microbatch passes True")
@@ -85,7 +84,7 @@ class WeightCache:
                 (self.key, key, name),
                 f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
             )
-        made = quantize_weight(weight, calls, options, rng, options.recomputed_scales).copies
+        made = quantize_weight(weight, calls, options, options.state.recomputed).copies
         if self.bound and self.key == key:
             for old, t in _pairs(self.copies, made):
                 old.copy_(_storable(t))
@@ -127,24 +126,23 @@ class WeightCache:
     def _copies(self, compiling: bool) -> Copies:
         return self.copies if compiling else tuple([copy and with_scales(copy) for copy in self.copies])  # type: ignore[return-value]
 
-    def _select(
-        self, weight: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, skip: Tensor
-    ) -> Copies:
+    def _select(self, weight: Tensor, calls: tuple[Call, ...], options: Options, skip: Tensor) -> Copies:
         """Overwrites the kept copies where `skip` is 0, which the device decides without a synchronization."""
         keep = skip.reshape(1) != 0
         if self.valid is not None:
             keep = keep & self.valid
             self.valid.fill_(True)
-        scales = {c.state: options.state.tensors(c.state)[0] for c in calls if c.state and options.state is not None}
-        new = quantize_weight(weight, calls, options, rng, options.recomputed_scales or scales).copies
+        states, _, recomputed, _ = options.state
+        scales = {c.state: states.tensors(c.state)[0] for c in calls if c.state and states is not None}
+        new = quantize_weight(weight, calls, options, recomputed or scales).copies
         for old, t in _pairs(self.copies, new):
             bits = old.view(torch.uint8)
             bits.copy_(torch.where(keep, bits, _storable(t).view(torch.uint8)))
-        if options.record and options.recomputed_scales is None and options.state is not None:
+        if options.record and recomputed is None and states is not None:
             amax = torch.where(keep, 0.0, quantize_ops.amax(weight))
             for call in calls:
                 if call.state:
-                    options.state.record(call.state, amax)
+                    states.record(call.state, amax)
         return self._copies(torch.compiler.is_compiling())
 
 
