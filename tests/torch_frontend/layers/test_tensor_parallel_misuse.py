@@ -69,8 +69,8 @@ REFUSED = {
     "rotated tokens": Layer(NV, COL, True, (8, 64), (64, 64), "8 rows.* of 16"),
     "32 tokens of a gradient": Layer(MX, ROW, True, (2, 24, 32), (64, 64), "24 rows.* of 32"),
     "16 tokens of a gradient": Layer(NV2D, ROW, True, (16, 32), (64, 64), "8 rows.* of 16"),
-    "tokens that ranks cannot share": Layer(CURRENT, ROW, True, (5, 32), (64, 64), "5, is no multiple"),
-    "one token without a dimension": Layer(CURRENT, COL, True, (64,), (64, 64), "got one row"),
+    "tokens that ranks cannot share": Layer(CURRENT, ROW, True, (5, 32), (64, 64), "multiple of the 2 ranks.* got 5"),
+    "one token without a dimension": Layer(CURRENT, COL, True, (64,), (64, 64), "of one dimension; reshape"),
     "an input that is whole": Layer(CURRENT, ROW, False, (4, 64), (64, 64), "64"),
     "a quantizer of one's own": Layer(CustomRecipe(own), ROW, False, (32, 32), (64, 64), "own", "NotImplementedError"),
     "amaxes of rows": Layer(BY_ROW, ROW, False, (32, 32), (64, 64), "amaxes of rows", "NotImplementedError"),
@@ -171,7 +171,7 @@ def test_blocks_of_whole_extents_are_not_cut():
     """Nothing is sent: the check needs no ranks."""
     whole_row = InventedQuantizer(block=(1, 0))
     for rows, cols, said in ((None, 64, "columns"), (64, None, "rows")):
-        with pytest.raises(UnsupportedError, match=f"cut along its {said}, and invented has scales .* all {said}"):
+        with pytest.raises(UnsupportedError, match=f"cut along its {said}, and a scale of invented .* all {said}"):
             require_whole("linear: the input", whole_row, rows, cols)
     require_whole("linear: the input", whole_row.with_usage(columnwise=False), 64, None)
     square = Float8BlockQuantizer(block_scaling_dim=2)

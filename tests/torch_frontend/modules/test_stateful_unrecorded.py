@@ -150,7 +150,7 @@ def test_training_without_any_region_warns_once(monkeypatch):
 
     monkeypatch.setattr(autocast._Process, "entered", False)
     layer, x = dt.Linear(64, 64), torch.randn(4, 64)
-    with pytest.warns(HighPrecisionWarning, match=r"Linear runs in high precision: enter dt\.autocast"):
+    with pytest.warns(HighPrecisionWarning, match=r"Linear runs in high precision: enter diptych\.torch\.autocast"):
         layer(x)
     with pytest.warns() as said:
         layer(x)

@@ -167,7 +167,7 @@ def test_around_after_later_steps():
         with dt.autocast(recipe=recipe):
             ys.append(dt.checkpoint(fn, normal(f"x{i}", (16, 96)).requires_grad_()))
     before = {k: t.clone() for k, t in model.state_dict().items()}
-    with pytest.raises(NotImplementedError, match="in a later autocast region"):
+    with pytest.raises(NotImplementedError, match="a later autocast region has updated"):
         ys[0].sum().backward()
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
     ys[1].sum().backward()

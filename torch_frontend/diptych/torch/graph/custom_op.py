@@ -55,6 +55,7 @@ from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, Qu
 
 
 _OF_THEIR_OWN = ("dtype", "group")  # kinds of fields that are an input of their own in a node's schema
+NO_DERIVATIVE = "; detach these arguments, or give the CustomOp a backward"
 IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
 
@@ -63,19 +64,19 @@ class CustomOp:
 
     **Arguments:** `name`: "namespace::name". `arguments`: a dataclass. `forward`: (arguments, needs) -> (outputs,
     saved): a tuple of tensors, plain or quantized, and the list of plain tensors that backward reads. `needs`: names of
-    the fields whose gradient is wanted, in their order; empty where no backward follows. `layout`: (arguments, needs)
-    -> the prototypes of the outputs; one with `requires_grad` is differentiable. It must not read memory. `backward`:
-    (arguments, needs, saved, grads) -> a gradient for each field in `gradients`, in its order. `keeps`: (arguments,
-    needs) -> names of the fields that backward reads; None: none. `gradients`: (arguments, needs) -> names of the
-    fields that get a gradient, all of `needs` where None. `remedy`: what the refusal of a second derivative ends with.
-    `parts`: backward, and `backward_replay`, get a fifth argument, `asked`: those of `needs` whose gradients the engine
-    asks for in this pass, as for `autograd.grad(inputs=...)`, or None for all of them. It reads `saved` by `needs`, and
-    returns the gradients of `gradients(arguments, asked)`. `draws`: (arguments, needs) -> for each field
-    with a random state, int32 [..., 4], the offsets between two examples of a vmap, and those that the op's fields
-    before it use in one example. `forward_replay`, `backward_replay`: what forward and
-    backward get -> the `Replay` of an eager call; see `program`.
+    the fields whose gradient is wanted, in their order; empty if no backward follows. `layout`: (arguments, needs) ->
+    the prototypes of the outputs; one with `requires_grad` is differentiable. It must not read memory. `backward`:
+    (arguments, needs, saved, grads) -> a gradient for each field in `gradients`, in that order. `keeps`: (arguments,
+    needs) -> the names of the fields that backward reads; None stands for no field. `gradients`: (arguments, needs) ->
+    the names of the fields that get a gradient; None stands for all of `needs`. `remedy`: the end of the message that
+    refuses a second derivative. `parts`: whether backward can compute a part of the gradients. It then gets a fifth
+    argument, `asked`: the part of `needs` whose gradients this pass uses, as for `autograd.grad(inputs=...)`, or None
+    for all of `needs`. `saved` follows from `needs`, and the results are those of `gradients(arguments, asked)`.
+    `draws`: (arguments, needs) -> for each field with a random state, int32 [..., 4]: the number of offsets between two
+    examples of a vmap, and the number that the op's earlier fields use in one example. `forward_replay`,
+    `backward_replay`: functions of the arguments of forward and of backward, which return an eager call's `Replay`.
 
-    **Raises:** TypeError for a dataclass with a field that cannot cross.
+    **Raises:** TypeError for a dataclass with a field that cannot enter a graph.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class CustomOp:
         return getattr(packet, short.partition(".")[2] or "default")
 
     def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
-        """The pure node, and those that write, by their number of results."""
+        """Returns the backward nodes: the pure one, then those that write, ordered by their number of results."""
         inputs = [f.schema for f in self.fields if f.schema]
         inputs = ["Tensor[] kept", "SymInt[] sizes", "Tensor[] saved", "Tensor[] grads", *inputs, constants]
         signature = f"({', '.join(inputs)}) -> Tensor[]"
@@ -158,7 +159,7 @@ class CustomOp:
     # --- calls ---
 
     def __call__(self, arguments: Any) -> tuple[Tensor, ...]:
-        """The outputs, differentiable where grad mode is on and an argument requires it."""
+        """Returns the outputs, which are differentiable if grad mode is on and an argument requires a gradient."""
         if forward_level() >= 0:
             self._refuse_tangents([getattr(arguments, name) for name, _ in self._kinds()])
         if transforms_active():
@@ -167,7 +168,7 @@ class CustomOp:
         if not needs:
             return self.run(arguments, ())[0]
         if self.backward is None:
-            raise UnsupportedError(f"{self.name} has no derivative, and {', '.join(needs)} require one")
+            raise UnsupportedError(f"{self.name} has no derivative, and {', '.join(needs)} require one{NO_DERIVATIVE}")
         values = [getattr(arguments, name) for name, _ in self._kinds()]
         if self.traced(values):
             return self._traced(needs, *values)
@@ -195,7 +196,7 @@ class CustomOp:
             require_no_tangent(self.name, *(value if isinstance(value, (list, tuple)) else (value,)))
 
     def needs(self, arguments: Any) -> tuple[str, ...]:
-        """The fields whose gradient is wanted."""
+        """Returns the names of the fields whose gradient is wanted."""
         found: list[str] = []
         if torch.is_grad_enabled():
             for name, kind in self._kinds():
@@ -204,7 +205,7 @@ class CustomOp:
         return tuple(found)
 
     def _kinds(self) -> list[list[str]]:
-        """(name, kind) of each field."""
+        """Returns (name, kind) of each field."""
         return [part.split(":") for part in self._form.split(";")]
 
     def keeps(self, arguments: Any, needs: tuple[str, ...]) -> tuple[str, ...]:
@@ -220,7 +221,7 @@ class CustomOp:
         return memo_of(self, arguments, needs)
 
     def traced(self, values: Sequence[Any]) -> bool:
-        """Whether a call becomes a node."""
+        """Returns whether a call becomes a node."""
         if not opaque.AVAILABLE:
             return False
         if torch.compiler.is_compiling():
@@ -229,7 +230,7 @@ class CustomOp:
         return not direct(*plain, unnamed=True)
 
     def run(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """(outputs, saved) of forward alone."""
+        """Runs forward alone. Returns (outputs, saved)."""
         kinds = self._kinds()
         values = [getattr(arguments, name) for name, _ in kinds]
         if not self.traced(values):
@@ -267,7 +268,7 @@ class CustomOp:
         grads: list[Tensor | None],
         results: int,
     ) -> list[Tensor]:
-        """backward as a node. `held`: by field, the spec of a tensor or the value itself."""
+        """Runs backward as a node. `held`: for each field, the spec of a tensor or the value itself."""
         written: list[Tensor] = []
         inputs, plain = [], []
         for (_, kind), value in zip(self._kinds(), held, strict=True):
@@ -283,7 +284,7 @@ class CustomOp:
         if not written:
             constants = Constants((needs, tuple(plain), present, ()))
             return list(self._backward_nodes[0](kept, sizes, saved, given, *inputs, constants))
-        # Inductor leaves nodes alone that write and have an operand of E8M0: such cross as bytes.
+        # Inductor skips nodes that write and have an operand of E8M0, so these operands are passed as bytes.
         bytewise = tuple([i for i, t in enumerate([*kept, *saved]) if t.dtype == torch.float8_e8m0fnu])
         kept, saved = [as_bytes(t) for t in kept], [as_bytes(t) for t in saved]
         constants = Constants((needs, tuple(plain), present, bytewise))
@@ -293,14 +294,14 @@ class CustomOp:
     # --- inside of the nodes ---
 
     def _real_forward(self, tensors: list[Tensor], sizes: list[int], *inputs: Any) -> list[Tensor]:
-        """Runs a node's forward; as a program if constants and the forms of tensors alone decide what it does."""
+        """Runs a node's forward, as a program if constants and the forms of tensors alone decide what forward does."""
         if self._programs is None or inputs[0] is not None:
             return self._run_forward((tensors, sizes, *inputs), False)
         call = (self._run_forward, (tensors, sizes, *inputs), False)
         return self._programs.run((id(inputs[-1]), *sizes), inputs[-1], tensors, None, *call)[0]
 
     def _fake_forward(self, *inputs: Any) -> list[Tensor]:
-        """The forward on fake tensors. It runs the same code, whose ops have fake implementations of their own."""
+        """Runs the code of forward on fake tensors, for which its ops have fake implementations."""
         return self._run_forward(inputs, check=True)
 
     def _run_forward(self, inputs: tuple[Any, ...], check: bool) -> list[Tensor]:
@@ -336,10 +337,16 @@ class CustomOp:
         forms = [[(t.dtype, t.dim(), getattr(t, "quantizer", None), isinstance(t, QuantizedStack)) for t in outputs]]
         forms.append([(p.dtype, len(p.shape), p.quantizer, p.stack) for p in protos])
         if forms[0] != forms[1]:
-            raise UnsupportedError(f"{self.name}: forward made {forms[0]}, and its layout says {forms[1]}")
+            raise UnsupportedError(
+                f"{self.name}: forward returned outputs (dtype, dimensions, quantizer, stack) {forms[0]}, and its "
+                f"layout says {forms[1]}; make both agree"
+            )
         for t in outputs:
             if isinstance(t, QuantizedTensorBase) and tuple(t.__tensor_flatten__()[0]) != t.quantizer.buffer_names():
-                raise UnsupportedError(f"{self.name}: the output {t!r} lacks buffers of {t.quantizer.buffer_names()}")
+                raise UnsupportedError(
+                    f"{self.name}: the output {t!r} lacks buffers of its quantizer, {t.quantizer.buffer_names()}; give "
+                    "it a quantizer with the usage of the copies that it has"
+                )
 
     def _pure_backward(self, *inputs: Any) -> list[Tensor]:
         return self._run_backward([], *inputs)
@@ -391,8 +398,8 @@ def _requires_grad(t: Any) -> bool:
 
 
 def _eager_function(op: CustomOp) -> Callable[..., Any]:
-    """Runs the functions as they stand. Returns `apply` without the microseconds that it spends on transforms of
-    torch.func, in which `functorch` runs the op."""
+    """Returns the `apply` of an autograd function that runs an op's functions directly. This `apply` saves the
+    microseconds that torch's own spends on transforms of torch.func, in which `functorch` runs the op."""
 
     class Calls:
         @staticmethod
@@ -421,7 +428,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             bare, needs, memo, lengths = ctx.call
             saved = list(ctx.saved_tensors)
             now, gradients = None, memo.gradients
-            # Few passes are asked for a part: the first test spares all others a call.
+            # Few passes are asked for a part of the gradients: the first test saves all other passes a call.
             if Parts.running and memo.edges and (now := asked(ctx, memo.edges)) is not None:
                 gradients = tuple([name for name in gradients if name in now])
             if functorch.mapped(*grads):
@@ -432,6 +439,6 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             by_name = dict(zip(gradients, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
-    # The name is what profilers show: of forward this, of backward "...Backward".
+    # Profilers show forward under this name, and backward under this name with "Backward" behind it.
     function: Any = type(op.name, (Calls, torch.autograd.Function), {})
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -31,7 +31,7 @@ class EagerOnly:
         raise UnsupportedError(self.reason)
 
     def outside(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # it would come back here, since fn finds that it is traced
+        if torch.compiler.is_compiling():  # fn finds that it is traced, and would call this function again
             raise UnsupportedError(self.reason)
         self.warn()
         return fn(*args, **kwargs)
@@ -63,22 +63,23 @@ TRANSFORMS = EagerOnly(
 
 
 def set_runs() -> None:
-    """Sets `run` of each. Called while Dynamo traces, before it reads them: importing torch._dynamo takes a second."""
+    """Sets `run` of each `EagerOnly`, which Dynamo reads later while it traces. This is not done at import, because
+    importing torch._dynamo takes a second."""
     for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING, TRANSFORMS):
         if "run" not in part.__dict__:
             part.run = torch.compiler.disable(part.outside, reason=part.reason)
 
 
 def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Called in traced code, inside of a transform of torch.func. Runs fn eagerly, or, as most backends have it, lets
-    Dynamo run all of the transform eagerly; warns once. **Raises** what `EagerOnly` raises."""
-    from diptych.torch.private.dynamo import comptime  # importing it takes a second
+    """Runs fn eagerly where traced code calls it inside of a transform of torch.func. With most backends Dynamo then
+    runs the whole transform eagerly. Warns once. **Raises** what `EagerOnly` raises."""
+    from diptych.torch.private.dynamo import comptime  # importing torch._dynamo takes a second
 
     comptime(before_leaving)
     return TRANSFORMS.run(fn, *args, **kwargs)
 
 
 def before_leaving(context: Any) -> None:
-    """Runs where Dynamo traces a transform that is left. It warns, since Dynamo may come back to none of this code."""
+    """Warns while Dynamo traces a transform that it will run eagerly, since Dynamo may run none of this code later."""
     set_runs()
     TRANSFORMS.warn()

@@ -28,12 +28,14 @@ def run_part(run: Callable[..., Any], *args: Any, **how: Any) -> Any:
 
 
 def asked(ctx: Any, edges: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
-    """Returns the inputs of a Function whose gradients go anywhere in this pass: `autograd.grad(inputs=...)`,
-    `backward(inputs=...)` and the halves of a zero-bubble schedule ask for some of those that require one. None: all
-    are asked for. A pass that calls the engine's own object, past `torch.autograd`, counts as one that asks for all.
+    """Returns the names of a Function's inputs whose gradients this backward pass uses; None if it uses all of them.
 
-    **Arguments:** `ctx`: the Function's. `edges`: the names of the inputs that require grad, each with its place among
-    the tensors that `apply` was given. `ctx.needs_input_grad` is decided when the graph is made, and knows no pass.
+    `autograd.grad(inputs=...)`, `backward(inputs=...)` and the halves of a zero-bubble schedule ask for some of the
+    inputs that require one. A pass that calls the engine's own object, past `torch.autograd`, counts as one that asks
+    for all. `ctx.needs_input_grad` does not tell, since torch sets it when the graph is made, before any pass.
+
+    **Arguments:** `ctx`: the Function's context. `edges`: the names of the inputs that require grad, each with its
+    place among the tensors that `apply` was given.
     """
     if not Parts.running:
         return None
@@ -45,5 +47,5 @@ def asked(ctx: Any, edges: Sequence[tuple[str, int]]) -> tuple[str, ...] | None:
 def _runs(node: Any) -> bool:
     try:
         return will_run(node)
-    except RuntimeError:  # the gradient of a leaf that autograd.grad returns; or no engine runs, and all is computed
+    except RuntimeError:  # autograd.grad returns the gradient of this leaf; or no engine runs, and all is computed
         return True

@@ -32,7 +32,7 @@ _QUANTIZABLE = {Tensor, QuantizedTensor, QuantizedStack}
 class Field(typing.NamedTuple):
     name: str
     kind: str  # tensor, tensors, quantizable, quantizables, size, sizes, dtype, group, written, plain
-    schema: str  # the argument's schema, empty where it shares one
+    schema: str  # the schema of the field's own input of the node; empty if the field shares an input with others
 
 
 def _alternatives(hint: Any) -> set[Any]:
@@ -65,7 +65,10 @@ def field_of(name: str, hint: Any) -> Field:
         return Field(name, "written", "")
     kinds = [p for p in parts if isinstance(p, type)]
     if any(issubclass(p, Tensor) for p in kinds):
-        raise ArgumentError(f"CustomOp: cannot pass field {name}: {hint} through a graph")
+        raise ArgumentError(
+            f"CustomOp: cannot pass field {name}: {hint} through a graph; annotate it as Tensor, Tensor | None, "
+            "Tensor | QuantizedTensor, a list of these, or as the docstring of diptych.torch.graph.custom_op shows"
+        )
     return Field(name, "plain", "")
 
 

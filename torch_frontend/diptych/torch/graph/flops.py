@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from diptych.common.formats import FORMATS
 from diptych.common.ops import shapes
 from diptych.common.ops.grouped import grouped_shape
-from diptych.torch.primitives import gemm, grouped_matmul  # they define the ops  # noqa: F401
+from diptych.torch.primitives import gemm, grouped_matmul  # these modules define the ops  # noqa: F401
 from diptych.torch.private.dispatch import TorchDispatchMode, tree_map_only
 from diptych.torch.private.graphs import FakeTensorMode, fake_mode
 
@@ -26,8 +26,9 @@ _Shape = tuple[int, ...]
 
 
 def register(packet: Any, formula: Callable[..., int], raw: bool = False) -> None:
-    """`formula`: called with the op's arguments, tensors as their shapes unless `raw`, and with the result's."""
-    flop_registry.pop(packet, None)  # of an op of that name whose library is gone
+    """Registers an op's count. `formula`: gets the op's arguments and its result, with shapes in place of tensors
+    unless `raw`."""
+    flop_registry.pop(packet, None)  # an op of that name, whose library is gone, may have left its formula
     register_flop_formula(packet, get_raw=raw)(formula)
 
 
@@ -45,7 +46,7 @@ def _gemm(*given: Any, **_: Any) -> int:
 def _grouped_gemm(*given: Any, **_: Any) -> int:
     (groups,) = given[10]  # of the offsets
     shape = grouped_shape(groups - 1, *_operands(given))
-    return 2 * shape.out[-2] * shape.n * shape.k  # of [G, M, N], the result of a product over rows, K is all rows
+    return 2 * shape.out[-2] * shape.n * shape.k  # a product over rows gives [G, M, N], and its K is all rows
 
 
 def _grouped_matmul(a: _Shape, *_: Any, out_shape: _Shape, **__: Any) -> int:

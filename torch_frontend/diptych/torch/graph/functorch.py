@@ -33,14 +33,14 @@ from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 
 def requires_grad(t: Tensor | None) -> bool:
-    """Whether a transform, or autograd below all of them, differentiates by t."""
+    """Returns whether a transform, or autograd below all transforms, differentiates with respect to t."""
     while t is not None and not t.requires_grad and wrapped(t):
         t = transforms.unwrapped(t)
     return t is not None and t.requires_grad
 
 
 def _batched_at(t: Any) -> set[int]:
-    """Returns the levels of vmap that t has examples of."""
+    """Returns the levels of those vmaps for which t holds a tensor per example."""
     found = set()
     while wrapped(t):
         if transforms.is_batched(t):
@@ -50,7 +50,7 @@ def _batched_at(t: Any) -> set[int]:
 
 
 def examples() -> int:
-    """The number of examples that the vmaps around a call have together; 1 without one."""
+    """Returns the product of the batch sizes of all vmaps around a call; 1 if there is none."""
     count = 1
     if transforms_active():
         for each in transforms.vmaps():
@@ -59,10 +59,10 @@ def examples() -> int:
 
 
 def _spread(op: Any, rng: Tensor, draws: tuple[int, int], levels: set[int]) -> Tensor:
-    """Returns a random state for each example of the vmaps at `levels`. `draws`: the offsets between two examples, and
-    those that an example's layers before this one use: all examples' lie before the state that is given.
+    """Returns a random state for each example of the vmaps at `levels`. `draws`: the number of offsets between two
+    examples, and the number that an example's earlier layers use. `rng` lies behind the latter for all examples.
 
-    **Raises** NotImplementedError unless each of them has randomness="different".
+    **Raises** NotImplementedError unless each of these vmaps has randomness="different".
     """
     maps = [each for each in transforms.vmaps() if each.level() in levels]
     for each in maps:
@@ -112,8 +112,9 @@ class Below(torch.autograd.Function):
 
 
 class Forward(torch.autograd.Function):
-    """Returns an op's outputs, a tensor without elements, and what backward reads; see `Call`. The one without elements
-    depends on every operand, and backward passes it to `Below`, so that a second derivative by any of them finds it."""
+    """Runs a `Call`, with results: an op's outputs, an empty tensor, and the tensors that backward reads. The empty
+    tensor depends on every operand, and backward passes it to `Below`, so that a second derivative with respect to any
+    operand reaches `Below`, which refuses."""
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -176,8 +177,8 @@ def _each(function: Any, info: Any, in_dims: Any, run: Any, tensors: Sequence[An
 
 
 def _apart(results: Sequence[Tensor], others: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Returns the results, with copies of those that are one of the other tensors or came before: torch would take
-    these for the same tensor."""
+    """Returns the results, with a copy in place of each that is one of `others` or an earlier result: torch would
+    otherwise take the two for one tensor."""
     seen, made = {id(t) for t in others}, []
     for t in results:
         made.append(t.clone() if id(t) in seen else t)
@@ -200,8 +201,8 @@ class Found(NamedTuple):
 
 
 class Call:
-    """One call of an op. `fields`: its arguments without tensors. `names`: the fields of its tensors in their order,
-    each with the length of a list or None."""
+    """One call of an op. `fields`: the arguments that are no tensors. `names`: the fields of its tensors in order, each
+    with the length of its list, or None for a single tensor."""
 
     def __init__(self, op: Any, arguments: Any, needs: tuple[str, ...]) -> None:
         self.op, self.needs, self.name = op, needs, op.name
@@ -215,7 +216,10 @@ class Call:
                 held = [t for t in value if t is not None]
                 self.names.append((name, len(held)))
                 if len(held) < len(value):
-                    raise UnsupportedError(f"{op.name}: {name} has None in its list, which torch.func does not take")
+                    raise UnsupportedError(
+                        f"{op.name}: the list {name} contains None, which transforms of torch.func do not take; leave "
+                        "it out, or call the op outside of the transform"
+                    )
             else:
                 held = [] if value is None else [value]
                 self.names += [(name, None)] if held else []
@@ -223,7 +227,10 @@ class Call:
             self.tensors += held
         for name, value in self.fields.items():
             if any([wrapped(t) for t in (value if isinstance(value, (list, tuple)) else (value,))]):
-                raise UnsupportedError(f"{op.name}: {name} takes no tensor of a transform of torch.func")
+                raise UnsupportedError(
+                    f"{op.name}: {name} takes no tensor of a transform of torch.func (grad, vjp, jacrev, vmap); pass a "
+                    "plain tensor"
+                )
         self._spread_random_states(arguments)
 
     def _spread_random_states(self, arguments: Any) -> None:
@@ -232,7 +239,7 @@ class Call:
         if not levels:
             return
         for i, name in enumerate(self.places()):
-            if name in drawn and not _batched_at(self.tensors[i]):  # else the caller has one for each example
+            if name in drawn and not _batched_at(self.tensors[i]):  # else the caller gave each example its own state
                 self.tensors[i] = _spread(self.op, self.tensors[i], drawn[name], levels)
 
     def places(self) -> list[str]:
@@ -255,7 +262,8 @@ class Call:
         outputs, saved = op.forward(a, self.needs)
         if any([isinstance(t, QuantizedTensorBase) for t in outputs]):
             raise UnsupportedError(
-                f"{op.name}: a quantized result would lose its class in transforms of torch.func; take a plain one"
+                f"{op.name}: a quantized result would lose its class in transforms of torch.func; use a recipe whose "
+                "output role has no quantizer"
             )
         passive: list[int] = []
         if len(outputs) > 1 and self.needs:
@@ -273,7 +281,8 @@ class Call:
 
 
 class Backward:
-    """The backward of one call. `asked`: as a backward in parts gets it. The others as an eager backward has them."""
+    """The backward of one call. `asked`: the argument of that name of a backward in parts (`CustomOp`). The other
+    attributes are those of an eager call: see `Memo`."""
 
     def __init__(
         self,
@@ -287,7 +296,8 @@ class Backward:
         self.op, self.bare, self.needs, self.memo, self.lengths, self.asked = op, bare, needs, memo, lengths, asked
 
     def below(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], *unread: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients, computed below all transforms. `unread`: tensors that they count as made from."""
+        """Returns the gradients, computed below all transforms. `unread`: tensors on which the gradients depend for
+        autograd, although nothing reads them."""
         given = [g for g in grads if g is not None]
         there = [g is not None for g in grads]
 
@@ -314,11 +324,12 @@ def call(op: Any, arguments: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled():
         needs = tuple([name for name in op.differentiable if requires_grad(getattr(arguments, name))])
     if needs and op.backward is None:
-        raise UnsupportedError(f"{op.name} has no derivative, and {', '.join(needs)} require one")
+        wanted = ", ".join(needs)
+        raise UnsupportedError(f"{op.name} has no derivative, and {wanted} require one; detach these arguments")
     if needs and op.gradients(arguments, needs) != needs:
         raise UnsupportedError(
-            f"{op.name}: fuse_wgrad_accumulation and delay_wgrad_compute inside of transforms of torch.func, which "
-            "take gradients as results: make the module without them"
+            f"{op.name}: fuse_wgrad_accumulation and delay_wgrad_compute cannot be used inside of transforms of "
+            "torch.func, which take gradients as results; make the module without them"
         )
     made = Call(op, arguments, needs)
     outputs = Forward.apply(made, *made.tensors)
@@ -326,15 +337,15 @@ def call(op: Any, arguments: Any) -> tuple[Tensor, ...]:
 
 
 def outside(name: str, verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Runs a verb of quantized tensors while transforms are active, as if none were, eagerly in traced code too.
-    **Raises** NotImplementedError for a transform's tensors."""
+    """Runs a verb on quantized tensors while transforms are active, as if none were active, and eagerly in traced code
+    too. **Raises** NotImplementedError for a transform's tensors."""
     if torch.compiler.is_compiling():
         return eager_only.outside(outside_of_transforms, name, verb, *args, **named)
     return outside_of_transforms(name, verb, *args, **named)
 
 
 class _Named:
-    """A function with what its errors say."""
+    """A function with the op's name and the remedy that its errors contain."""
 
     def __init__(self, run: Callable[..., Any], name: str, remedy: str) -> None:
         self.run, self.name, self.remedy = run, name, remedy
@@ -344,15 +355,15 @@ class _Named:
 
 
 def below(name: str, run: Callable[..., Sequence[Tensor]], *tensors: Any, remedy: str = "") -> tuple[Tensor, ...]:
-    """Returns the tensors run(*tensors), which a backward makes, run below all transforms."""
+    """Returns the tensors that run(*tensors), a part of a backward, makes below all transforms."""
     if any([transforms.is_legacy_batched(t) for t in tensors]):
         return _each_gradient(name, run, tensors)
     return Below.apply(_Named(run, name, remedy), *tensors)
 
 
 def mapped(*grads: Tensor | None) -> bool:
-    """Whether a backward gets gradients that have no memory: of a transform, or of `is_grads_batched=True`. False in
-    traced code."""
+    """Returns whether gradients have no memory, since they belong to a transform or to `is_grads_batched=True`. In
+    traced code the answer is False."""
     if torch.compiler.is_compiling():
         return False
     for g in grads:
@@ -362,13 +373,15 @@ def mapped(*grads: Tensor | None) -> bool:
 
 
 def _each_gradient(name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Runs a function for each example of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is another one than
-    torch.func's: it has levels, and no Functions."""
-    level = max(transforms.legacy_level(), 1)  # a backward may run in a thread of its own, at 0
+    """Runs a function for each example of `torch.autograd.grad(is_grads_batched=True)`. The vmap behind that argument
+    is not torch.func's: it has levels, but does not call the `vmap` of Functions."""
+    level = max(transforms.legacy_level(), 1)  # backward may run in another thread, whose own level is 0
     batched = transforms.is_legacy_batched
     each = [transforms.remove_legacy_batch(t, level, 1, 0) if batched(t) else None for t in tensors]
     if any([t is not None and batched(t) for t in each]):
-        raise UnsupportedError(f"{name}: is_grads_batched inside of another one; use torch.func.vmap")
+        raise UnsupportedError(
+            f"{name}: is_grads_batched=True cannot be used inside of another one; use torch.func.vmap"
+        )
     made = []
     for i in range(max([t.shape[0] for t in each if t is not None])):
         made.append(run(*[t if all_of is None else all_of[i] for t, all_of in zip(tensors, each, strict=True)]))
@@ -376,8 +389,8 @@ def _each_gradient(name: str, run: Callable[..., Sequence[Tensor]], tensors: Seq
 
 
 class Verb:
-    """An op with a Function of its own, as `call` takes it. `arguments`: a dataclass; `tensors`: its fields that are
-    tensors. The functions as for `CustomOp`."""
+    """A verb that is no `CustomOp`, in the form that `call` takes. `arguments`: a dataclass. `tensors`: the names of
+    its fields that are tensors. `forward`, `backward`: as for `CustomOp`."""
 
     lists, remedy, parts = (), "", False
 

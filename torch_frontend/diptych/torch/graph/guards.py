@@ -11,13 +11,13 @@ from diptych.torch.private.graphs import variable
 def before_each_call(
     context: Any, local: str, fits: Callable[[Any], bool], runs: Callable[[], object] | None = None
 ) -> None:
-    """Adds a guard to the graph that is being traced: before each run it calls `fits` on the object of this local, and
-    the graph may run if that returns True. Dynamo's own guards on the object's attributes follow. `runs`: called when
-    all guards hold, so that the graph runs next, unless this returns something: Dynamo traces again then."""
+    """Adds a guard to the graph that is being traced. Before each run the guard calls `fits` on the object in the local
+    variable `local`, and the graph may run if that returns True. Dynamo's own guards on the object's attributes follow.
+    `runs`: called when all guards hold. If it returns None the graph runs next, otherwise Dynamo traces again."""
     source = variable(context, local).source
-    if source is None:  # made by the traced code itself
+    if source is None:  # the traced code itself has made the object
         return
-    from diptych.torch.private.dynamo import install_guard  # importing it takes a second
+    from diptych.torch.private.dynamo import install_guard  # importing torch._dynamo takes a second
 
     def check(builder: Any, guard: Any) -> None:
         said = [f"{guard.name} can have what the graph reads of {local}"]

@@ -33,7 +33,7 @@ Run = Callable[[list[Tensor]], "list[Tensor] | None"]
 
 
 def _is_view(view: Any, base: Tensor) -> bool:
-    """Whether a result is a tensor that lies in one piece in another."""
+    """Returns whether `view` is a contiguous tensor in the memory of `base`, which is contiguous too."""
     if not isinstance(view, Tensor):
         return False
     one = view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
@@ -46,13 +46,13 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.whole = True
-        self.made: dict[int, tuple[Tensor, bool]] = {}  # by id; whether it starts as zeros
+        self.made: dict[int, tuple[Tensor, bool]] = {}  # each new tensor by its id, and whether it starts as zeros
         self.views: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         implementation = RECORDABLE.get(func)
         if implementation is not None:
-            with self:  # also what it does itself
+            with self:  # the tensors that the implementation makes are recorded too
                 return implementation(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func in _UNSET or func in _ZEROS:
@@ -70,20 +70,21 @@ class _Recorder(TorchDispatchMode):
 
 
 def refuse() -> None:
-    """Called by code that Python must run in each call: the call that is being recorded, if any, gets no program."""
+    """Makes the call that is being recorded, if there is one, get no program. Code that Python must run in each call
+    calls this."""
     recorder = current_mode()
     if isinstance(recorder, _Recorder):
         recorder.whole = False
 
 
-_ALIGN = 256  # bytes: of each tensor in a block
+_ALIGN = 256  # alignment in bytes of each tensor in a block
 
 # (offset, bytes, dtype, shape) of each tensor that lies in a block of bytes.
 Layout = tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]
 
 
 def _layout(tensors: list[Tensor]) -> tuple[int, Layout]:
-    """Returns the bytes of a block that holds such tensors, and where each one lies."""
+    """Returns the number of bytes of a block that holds such tensors, and the place of each one in it."""
     size, places = 0, []
     for t in tensors:
         places.append((size, t.nbytes, t.dtype, tuple(t.shape)))
@@ -99,10 +100,12 @@ def split(block: Tensor, layout: Layout) -> list[Tensor]:
 def record(
     call: Callable[[], list[Tensor]], inputs: list[Tensor], alone: int | None = None
 ) -> tuple[list[Tensor], Run | None, Layout]:
-    """Returns the results of a call that reads `inputs`, and the program that repeats it on others, or None.
+    """Returns the results of a call that reads `inputs`, the program that repeats it on other tensors, or None, and the
+    layout of the program's block.
 
-    `alone`: the program allocates so many of the results one by one, and all others together, in a block of the
-    returned layout, which it returns instead of them. None: all one by one; the layout is then empty.
+    `alone`: the number of results that the program allocates one by one. It allocates all others together, as a block
+    of the returned layout, which it returns in their place. With None it allocates all of them one by one, and the
+    layout is empty.
     """
     program, recorder, modes = _core.Program(), _Recorder(), mode_count()
     program.start()
@@ -111,7 +114,7 @@ def record(
             results = call()
     finally:
         program.stop()
-        while mode_count() > modes:  # an interrupt may have ended the recorder's own end
+        while mode_count() > modes:  # an interrupt may have kept the recorder from leaving
             drop_mode(None)
     origins = [recorder.origin(t) for t in results]
     whole = recorder.whole and len({id(t) for t in origins}) == len(origins)
@@ -121,7 +124,7 @@ def record(
         return results, None, ()
     together = results[alone:] if alone is not None and len(results) > alone + 1 else []
     if any([recorder.made[id(origin)][1] for origin in origins[len(results) - len(together) :]]):
-        together = []  # one of them starts as zeros
+        together = []  # a tensor among them starts as zeros, which a block does not
     first = len(results) - len(together)
     makers = []
     for t, origin in zip(results[:first], origins[:first], strict=True):
@@ -147,8 +150,8 @@ def record(
 class Replay(NamedTuple):
     """Identifies an eager call whose ops a program can repeat.
 
-    `key`: hashable, decides together with the tensors' forms what the call does. `held`: an object whose id is in the
-    key. `inputs`: the tensors that the call reads or writes. `written`: those that it writes.
+    `key`: a hashable value that decides, together with the tensors' forms, what the call does. `held`: an object whose
+    id is in the key. `inputs`: the tensors that the call reads or writes. `written`: the tensors that it writes.
     """
 
     key: Any
@@ -171,9 +174,9 @@ class _Known:
     """The programs of calls with the same constants, one for each set of forms, by the shape of the first input."""
 
     def __init__(self, constants: Any) -> None:
-        self.constants = constants  # an id in the key is their own as long as this lives
+        self.constants = constants  # kept alive, so that no other object gets an id that the key contains
         self.runs: dict[torch.Size, list[Learned]] = {}
-        self.left = 8  # to record: batches may change their length in every call
+        self.left = 8  # programs that may still be recorded: batches may change their length in every call
 
 
 class Programs:
@@ -197,20 +200,20 @@ class Programs:
         call: Callable[..., list[Tensor]],
         *args: Any,
     ) -> tuple[list[Tensor], Learned | None]:
-        """Returns call(*args), as above, with a key that equal constants share, and the program that ran if one did: it
-        returns a block where it has a layout. The key may hold the id of `constants`. `alone`: as for `record`."""
+        """Returns call(*args), as `__call__` does, and the program that ran, or None. A program with a layout returns a
+        block. `key`: equal constants share it; it may contain the id of `constants`. `alone`: as for `record`."""
         known = self._known.get(key)
         if known is None or mode_count():
             if known is None:
                 if len(self._known) >= 4096:
-                    self._known.pop(next(iter(self._known)), None)  # another thread may have removed it
+                    self._known.pop(next(iter(self._known)), None)  # another thread may have removed the key
                 self._known[key] = _Known(constants)
             return call(*args), None
         for learned in known.runs.get(inputs[0].shape, ()):
             made = learned.run(inputs)
             if made is not None:
                 return made, learned
-        # A program knows its inputs apart by the objects that were there when it was recorded.
+        # While a program is recorded, its inputs are told apart by the identity of the tensors.
         apart = len({id(t) for t in inputs}) == len(inputs)
         if not known.left or not apart or not direct(*inputs, unnamed=True) or not _repeatable(inputs):
             return call(*args), None
@@ -223,8 +226,9 @@ class Programs:
     def repeat(
         self, replay: Replay, alone: int | None, call: Callable[..., list[Tensor]], *args: Any, case: Any = None
     ) -> tuple[list[Tensor], Learned | None]:
-        """Returns call(*args), an eager call, and the program that ran. Counts the call's writes, which no program
-        counts. `case`: hashable, with the replay's key it decides what the call does."""
+        """Returns call(*args), an eager call, and the program that ran, or None. Moves the version counters of the
+        tensors that the call writes, which programs do not. `case`: a hashable value that decides, together with the
+        replay's key, what the call does."""
         done = self.run((replay.key, alone, case), replay.held, replay.inputs, alone, call, *args)
         if replay.written:
             wrote(*replay.written)
@@ -232,13 +236,13 @@ class Programs:
 
 
 def _repeatable(inputs: list[Tensor]) -> bool:
-    """Whether a program can take such tensors. Those that it was recorded with are compared with in each run."""
+    """Returns whether a program can take such tensors. Each run compares its tensors with the recorded forms."""
     return all([t.is_contiguous() and t.numel() > 0 for t in inputs])
 
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
 
-# Gets a call's arguments. Returns None for a call that no program can repeat.
+# A function of a call's arguments, which returns None for a call that no program can repeat.
 MakeReplay = Callable[..., "Replay | None"]
 
 
@@ -269,10 +273,10 @@ class EagerForward:
 
 
 class EagerBackward:
-    """The eager backward of an op, (arguments, needs, saved, grads) -> gradients, likewise.
+    """The eager backward of an op, (arguments, needs, saved, grads) -> gradients, which programs repeat too.
 
-    It is called with the layout of what forward saved, if that is a block, and with the part of `needs` that the engine
-    asks for, None for all.
+    `layout`: that of the block that forward saved, empty if it saved single tensors. `asked`: the part of `needs` that
+    the engine asks for; None stands for all.
     """
 
     def __init__(self, backward: Callable[..., Any] | None, replay: MakeReplay | None) -> None:
@@ -295,7 +299,7 @@ class EagerBackward:
             replay = self._replay(arguments, needs, saved, grads, asked)
         if replay is None:
             return self._split(arguments, needs, saved, grads, layout, asked)
-        case = bool(layout), asked  # with the key and the forms of the tensors, the first decides about the layout
+        case = bool(layout), asked  # the key and the tensors' forms decide which layout it is, if there is one
         given = arguments, needs, saved, grads, layout, asked
         return self._programs.repeat(replay, None, self._split, *given, case=case)[0]
 
@@ -304,7 +308,7 @@ class EagerBackward:
     ) -> list[Tensor]:
         assert self._backward is not None
         saved = split(saved[0], layout) if layout else saved
-        if asked is None:  # an op whose backward has no parts takes none
+        if asked is None:  # the backward of an op without `parts` takes no such argument
             return self._backward(arguments, needs, saved, grads)
         return self._backward(arguments, needs, saved, grads, asked)
 
@@ -313,9 +317,9 @@ class Memo(NamedTuple):
     """The part of a forward's arguments that an eager backward gets.
 
     `tensors`, `lists`: the names of the arguments that autograd keeps. `instead`: the values that replace all others.
-    `gradients`: the names of the arguments that get a gradient. `edges`: the names of those that require one, with
-    their places among the node's edges, if its backward computes them in parts. `layout`: the layout of the saved
-    tensors, if they lie in one block.
+    `gradients`: the names of the arguments that get a gradient. `edges`: the names of the arguments that require one,
+    with their places among the node's edges, if the op has `parts`. `layout`: the layout of the saved tensors, if they
+    lie in one block.
     """
 
     tensors: tuple[str, ...]
@@ -326,7 +330,7 @@ class Memo(NamedTuple):
     layout: Layout = ()
 
     def take(self, arguments: type, bare: dict[str, Any], lengths: list[int], kept: list[Tensor]) -> Any:
-        """Rebuilds the arguments, whose tensors it takes from the front of a list. `lengths`: of those in `lists`."""
+        """Returns the arguments, rebuilt with tensors from the front of `kept`. `lengths`: the lengths of `lists`."""
         made = object.__new__(arguments)
         held = made.__dict__
         held.update(bare)

@@ -21,9 +21,9 @@ from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, Qua
 class TensorProto(NamedTuple):
     """A tensor without its data.
 
-    **Arguments:** `shape`: of ints, while tracing also symbolic ones. `dtype`: of a quantized tensor the logical one.
-    `quantizer`: None for a plain tensor. `requires_grad`: what it was where the prototype was made. `stack`: of a
-    `QuantizedStack`, whose leading extent counts its tensors.
+    **Arguments:** `shape`: ints, which may be symbolic while tracing. `dtype`: the logical dtype if the tensor is
+    quantized. `quantizer`: None for a plain tensor. `requires_grad`: whether the tensor required a gradient when the
+    prototype was made. `stack`: whether it is a `QuantizedStack`, whose leading extent counts its tensors.
     """
 
     shape: tuple[int, ...]
@@ -35,11 +35,11 @@ class TensorProto(NamedTuple):
 
     @property
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """(name, shape, dtype) of each buffer of a quantized tensor, as `__tensor_flatten__` orders them."""
+        """(name, shape, dtype) of each buffer of a quantized tensor, in the order of `__tensor_flatten__`."""
         if self.quantizer is None:
             return ()
         held = self._replace(requires_grad=False).create_tensor("meta")
-        names = self.quantizer.buffer_names()  # Dynamo reads no `__tensor_flatten__` of what it makes
+        names = self.quantizer.buffer_names()  # Dynamo cannot call `__tensor_flatten__` of a tensor that it makes
         return tuple([(n, tuple(getattr(held, n).shape), getattr(held, n).dtype) for n in names])
 
     def create_tensor(self, device: torch.device | str | None = None) -> Tensor:
@@ -57,12 +57,14 @@ class TensorProto(NamedTuple):
         return made.requires_grad_() if self.requires_grad else made
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> TensorProto:
-        """A prototype with other copies; None leaves one as it is. The quantizer, which others share, stays.
+        """Returns a prototype with other copies; None leaves a copy as it is. The quantizer itself does not change.
 
-        **Raises** TypeError for a plain tensor, ValueError where no copy is left.
+        **Raises** TypeError for a plain tensor, ValueError if no copy is left.
         """
         if self.quantizer is None:
-            raise ArgumentError("TensorProto.update_usage: a plain tensor has no copies")
+            raise ArgumentError(
+                "TensorProto.update_usage: a plain tensor has no copies; make a prototype with quantizer= first"
+            )
         q = self.quantizer
         wanted = q.with_usage(
             rowwise=q.rowwise if rowwise_usage is None else rowwise_usage,
@@ -72,13 +74,14 @@ class TensorProto(NamedTuple):
 
 
 def to_tensor_proto(t: Any, requires_grad: bool | None = None) -> TensorProto:
-    """The prototype of a tensor. `requires_grad`: None takes the tensor's. **Raises** TypeError for anything else."""
+    """Returns the prototype of a tensor. `requires_grad`: None takes the tensor's own. **Raises** TypeError if `t` is
+    no tensor."""
     require_tensor("to_tensor_proto", "t", t)
     made = proto_of(t)
     return made if requires_grad is None else made._replace(requires_grad=requires_grad)
 
 
 def proto_of(t: Tensor) -> TensorProto:
-    """`to_tensor_proto` of what is known to be a tensor."""
+    """Returns the prototype of a tensor, without the check of `to_tensor_proto`."""
     quantizer = t.quantizer if isinstance(t, QuantizedTensorBase) else None
     return TensorProto(t.shape, t.dtype, quantizer, t.device, t.requires_grad, isinstance(t, QuantizedStack))

@@ -22,7 +22,8 @@ def mark(ctx: Any, op: Any, arguments: Any, needs: tuple[str, ...], outputs: tup
 
 
 def traced_function(op: Any) -> Callable[..., Any]:
-    """Runs both nodes of a `CustomOp`, and keeps plain tensors, sizes and constants between them."""
+    """Returns the `apply` of an autograd function that runs both nodes of a `CustomOp` and keeps plain tensors, sizes
+    and constants between them."""
 
     class Traced(torch.autograd.Function):
         @staticmethod
@@ -32,7 +33,7 @@ def traced_function(op: Any) -> Callable[..., Any]:
             keeps = op.keeps(arguments, needs)
             tensors: list[Tensor] = []
             sizes: list[Any] = []
-            held: list[Any] = []  # by field: spec of a tensor, or the value itself
+            held: list[Any] = []  # for each field: the spec of a tensor, or the value itself
             for (name, kind), value in zip(op._kinds(), values, strict=True):
                 if kind in ("tensor", "quantizable"):
                     kept = value is None or name in keeps
@@ -59,7 +60,7 @@ def traced_function(op: Any) -> Callable[..., Any]:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             refuse_second_derivative(op.name, op.remedy)
             needs, held, sizes, count, results = ctx.call
-            found = list(ctx.saved_tensors)  # once: a selective checkpoint recomputes each tensor for one reading
+            found = list(ctx.saved_tensors)  # read once: a selective checkpoint recomputes for a single reading
             if functorch.mapped(*grads):
 
                 def run(*tensors: Tensor) -> list[Tensor]:
@@ -104,7 +105,7 @@ def fixed(real: Callable[..., list[Tensor]]) -> Callable[..., Any]:
 
 
 def new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Returns the results. **Raises** NotImplementedError if one is an argument or is there twice."""
+    """Returns the results. **Raises** NotImplementedError if one is an argument, or is among the results twice."""
     seen = [id(t) for t in inputs]
     for i, t in enumerate(made):
         if id(t) in seen:

@@ -1,4 +1,4 @@
-"""The check of inputs that layers beginning with a norm make before they run."""
+"""The check of the input of layers that begin with a norm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from diptych.torch.tensors.quantized import high_precision
 
 
 def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """Returns x in high precision and in the dtype of `torch.amp.autocast`, after checks against the norm's
-    parameters."""
+    """Returns x in high precision, and in the dtype of `torch.amp.autocast` if that is on. **Raises** ShapeError,
+    DTypeError or another error of the checks if x or beta does not fit gamma."""
     require_tensor(op, "input", x)
     dtype = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
@@ -20,7 +20,7 @@ def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     x = high_precision(op, x, dtype).to(dtype)
     require_high_precision(op, "input", x)
     if x.dim() == 0 or x.size(-1) != gamma.size(0):
-        raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], got {describe(x)}")
+        raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], as layer_norm_weight is, got {describe(x)}")
     require_device(op, gamma, x, "input")
     if beta is not None and beta.dtype != gamma.dtype:
         raise DTypeError(f"{op}: layer_norm_bias must have layer_norm_weight's dtype {gamma.dtype}, got {beta.dtype}")

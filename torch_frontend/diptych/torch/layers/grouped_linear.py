@@ -67,7 +67,7 @@ from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, hig
 
 
 def _stack(t: Operand, dtype: torch.dtype) -> Tensor:
-    """A stack in high precision."""
+    """Returns the values of a stack in high precision."""
     return t.to(dtype) if isinstance(t, Tensor) else grouped_ops.stack_values(t, dtype)
 
 
@@ -78,7 +78,8 @@ class Groups(NamedTuple):
     def product(
         self, trans_b: bool, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, options: GemmOptions
     ) -> Tensor:
-        """a's rows times the stack b, [R, .] in dtype; in high precision where an operand is."""
+        """Returns the product of a's rows and the stack b, [R, .] in dtype. It runs in high precision if an operand
+        is."""
         if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
             return grouped_ops.grouped_gemm(a, b, self.offsets, bias, self.align, False, 1.0, dtype, options)
         inner = a.dtype if isinstance(a, Tensor) else b.dtype
@@ -125,8 +126,8 @@ class GroupedWeightGradient(NamedTuple):
 
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
-    """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: one of `ALIGNS`.
-    `row_id_map`, `row_source`: from the row map by which x's rows, then tokens, are permuted, or None."""
+    """One call. `x_copy`: if x is quantized, the tensors of the copy that backward reads. `align`: one of `ALIGNS`.
+    `row_id_map`, `row_source`: those of the row map that permutes x, whose rows are tokens then; or None."""
 
     x: Tensor | QuantizedTensor
     weight: Tensor | QuantizedStack
@@ -149,8 +150,8 @@ class _Arguments(LayerArguments):
         return Groups(self.offsets, self.align)
 
     def rows(self, calls: tuple[Call, ...]) -> Any:
-        """Returns x in the order of its groups. Permuted rows are not stored if `calls`, all of which run in the core,
-        are their only readers; without calls, other code reads them."""
+        """Returns x in the order of its groups. `calls`: the quantize calls that read it. If all of them run in the
+        core, permuted rows are not stored. () stands for other code, for which they are."""
         if self.row_id_map is None or self.row_source is None:
             return self.x
         if calls and not any([call.quantizer.custom for call in calls]):
@@ -241,7 +242,7 @@ _grouped_linear = CustomOp(
 
 
 def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
-    """Everything that the three products ask for, before the first kernel."""
+    """Checks the operands of the three products before the first kernel runs."""
     op = "grouped_linear"
     require_tensor(op, "weight", weight)
     if isinstance(weight, QuantizedTensor):
@@ -276,23 +277,24 @@ def grouped_linear(
     save_original_input: bool = False,
     save_original_weight: bool = False,
 ) -> Tensor:
-    """x[r] @ weight[g].T + bias[g] for the rows r of each group g, quantized as a recipe says, differentiable once.
+    """Computes x[r] @ weight[g].T + bias[g] for the rows r of each group g, quantized as a recipe says. It can be
+    differentiated once.
 
     **Arguments:** `x`: [..., K] with R rows; as for `linear`. Rows in no group enter no product, but count in amaxes of
     the whole tensor and in blocks of scales that they share with a group: keep zeros there, as `moe_permute` does.
     `weight`: [G, N, K], or a `QuantizedStack` with the copies that the recipe asks for. `bias`: [G, N]. `offsets`:
-    int32 [G + 1]; group g is rows offsets[g] <= r < offsets[g + 1].
-    The CPU refuses offsets that descend or leave 0..R; CUDA, which does not wait for them, takes each as at least the
-    one before it and at most R. `row_map`: instead of offsets, which are then its expert_offsets. x is in token
-    order, [T, K] (or [..., K]), and its rows go where the map sends them: the result, the gradients and the states have
-    the bits of `moe_permute` before this, but permuted rows are not stored where they are quantized, and backward keeps
-    x itself with `save_original_input` or for products in high precision. A quantized x is permuted first. `align`: a
-    promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad, 128 where scales stand for
-    128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple of 16. `amax_group`:
-    as for `linear`; each weight's amax is reduced with the same weight's of other ranks. The others as for `linear`.
+    int32 [G + 1]; group g is rows offsets[g] <= r < offsets[g + 1]. The CPU refuses offsets that descend or leave 0..R;
+    CUDA does not wait for their values and takes each as at least the one before it and at most R. `row_map`: given
+    instead of offsets, which are then its expert_offsets. x is in token order, [T, K] (or [..., K]), and the map
+    permutes its rows: the result, the gradients and the states have the bits of `moe_permute` before this call, but
+    permuted rows are not stored where they are quantized, and backward keeps x itself with `save_original_input` or for
+    products in high precision. A quantized x is permuted first. `align`: a promise that every offset is a multiple of
+    this number. Tensor cores need at least 32 in wgrad, 128 where scales stand for 128 rows, and other groups take a
+    slower kernel; a Hadamard transform needs a multiple of 16. `amax_group`: as for `linear`; each weight's amax is
+    reduced with that of the same weight on other ranks. All other arguments: as for `linear`.
 
-    **Returns:** [..., N] in x's (or autocast's) dtype, with a `row_map` [rows, N] by expert; rows in no group +0; a
-    QuantizedTensor where the recipe quantizes the output.
+    **Returns:** [..., N] in x's (or autocast's) dtype, with a `row_map` [rows, N] by expert. Rows in no group are +0.
+    The result is a QuantizedTensor if the recipe quantizes the output.
 
     **Raises:** as `linear`; ValueError also for offsets, a map that does not fit, and a Hadamard transform without its
     promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
@@ -314,8 +316,7 @@ def grouped_linear_with(
     row_map: RowMap | None = None,
     sizes: tuple[Any, ...] | None = None,
 ) -> Tensor:
-    """Runs `grouped_linear` with options that are gathered already. `sizes`: each group's rows, if the host has
-    them."""
+    """Runs `grouped_linear` with `Options`. `sizes`: each group's number of rows, if the host knows it."""
     require_tensor("grouped_linear", "input", x)
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):

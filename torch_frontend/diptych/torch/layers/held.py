@@ -16,9 +16,10 @@ def dequantized_weight(weight: Tensor) -> Tensor:
 
 
 def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], what: str, remedy: str) -> Copies:
-    """Returns the copies of a quantized tensor that `calls` would make. `what`, `remedy`: parts of the error message.
+    """Returns those copies of a quantized tensor that `calls` would make. `what`, `remedy`: the operand and the advice
+    in the error message.
 
-    **Raises** ValueError for a copy that was not made, or of another format or transform.
+    **Raises** ValueError if a copy is missing, or has another format or transform.
     """
     rowwise = columnwise = None
     for call in calls:
@@ -30,5 +31,5 @@ def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], what: str, reme
 
 
 def given_copies(x: QuantizedTensor, s: Schedule, op: str = "linear") -> Copies:
-    """Returns the copies of an input that comes quantized, as forward would make them."""
+    """Returns the copies of a quantized input that forward would otherwise make."""
     return held_copies(x, s.x, f"{op}: the input", "quantize it by recipe.quantizer(QuantizerRole(module, 'input'))")

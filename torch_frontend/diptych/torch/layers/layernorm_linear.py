@@ -47,8 +47,8 @@ from diptych.torch.tensors.quantized import QuantizedTensor
 
 
 class Normed(NamedTuple):
-    """The results of a norm and a linear layer. `z`: the norm's output where it is stored; `operand`: what is quantized
-    of it."""
+    """The results of a norm and a linear layer. `z`: the norm's output, None if it is not stored. `operand`: the object
+    that the linear layer quantizes, z or a source that computes it."""
 
     y: Tensor
     z: Tensor | None
@@ -83,7 +83,7 @@ class NormedArguments(LayerArguments):
 
     @staticmethod
     def wants_dz(needs: tuple[str, ...]) -> bool:
-        """Whether the gradient of the norm's output is needed."""
+        """Returns whether the gradient of the norm's output is needed."""
         return "x" in needs or "gamma" in needs or "beta" in needs
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
@@ -91,18 +91,18 @@ class NormedArguments(LayerArguments):
         return ("x", "gamma", "beta") if again else ("x", "gamma") if self.wants_dz(needs) else ()
 
     def _normed_again(self, s: Schedule) -> bool:
-        """Whether backward computes the norm's output again for wgrad."""
+        """Returns whether backward computes the norm's output again for wgrad."""
         originals = self.layers[0][2] if self.options is None else self.options[0].originals
         return s.x_kept != "" and originals[0]
 
     def norm_options(self) -> NormOptions:
-        held = self.norm.items  # a graph rebuilds it as a plain tuple
+        held = self.norm.items  # a graph rebuilds `NormOptions` as a plain tuple
         return held if isinstance(held, NormOptions) else NormOptions(*held)
 
     def pack_normed(
         self, made: Normed, s: Schedule, options: Options, saved: list[Tensor], returns_z: bool = False
     ) -> None:
-        """Saves what `kept_stats` and `kept_normed` take."""
+        """Saves the tensors that `kept_stats` and `kept_normed` take."""
         again = self._normed_again(s)
         if s.w_kept or again:
             saved += made.stats
@@ -114,14 +114,14 @@ class NormedArguments(LayerArguments):
             pack(operand.clone() if result else operand, saved)
 
     def kept_stats(self, s: Schedule, saved: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """Takes (mu, rsigma) from the front of `saved`, None where backward does not read them."""
+        """Takes (mu, rsigma) from the front of `saved`. Either is None if backward does not read it."""
         if not (s.w_kept or self._normed_again(s)):
             return None, None
         mu = saved.pop(0) if self.norm_options().which == NORMS["LayerNorm"] else None
         return mu, saved.pop(0)
 
     def kept_normed(self, s: Schedule, options: Options, stats: tuple[Any, Any], saved: list[Tensor]) -> Operand:
-        """Returns the operand that wgrad reads for the norm's output; makes it where x alone is kept."""
+        """Returns the operand that wgrad reads for the norm's output, made from x if backward keeps only x."""
         if not self._normed_again(s):
             return unpack(kept_spec(s.x_kept, s.plan.input), saved)
         norm = self.norm_options()
@@ -133,7 +133,7 @@ class NormedArguments(LayerArguments):
         return pick(s.x_kept, quantize_operand(z, s.x_late, options, scales, amax=amax).copies, z)
 
     def norm_gradients(self, dz: Tensor, stats: tuple[Any, Any], options: Options) -> dict[str, Any]:
-        """The gradients of the norm's operands. `options`: those of the layer behind the norm."""
+        """Returns the gradients of the norm's operands. `options`: those of the layer behind the norm."""
         dx, *of_norm = norm_ops.norm_grad(dz, self.x, self.gamma, *stats, self.norm_options(), self.beta is not None)
         summed = [None if t is None else sum_over_tokens(t, options.cut, COLUMN) for t in of_norm]
         return dict(zip(("x", "gamma", "beta"), (dx, *summed), strict=True))

@@ -41,8 +41,8 @@ from diptych.torch.tensors.quantized import QuantizedTensor
 
 @dataclasses.dataclass
 class _Arguments(NormedArguments):
-    """`activation`: `ActivationOptions` as scalars. The layers are fc1 and fc2; backward quantizes fc2's input
-    again."""
+    """One call. `activation`: the fields of `ActivationOptions`. The layers are fc1 and fc2; backward quantizes fc2's
+    input again."""
 
     weights: ClassVar[tuple[str, ...]] = ("weight1", "weight2")
     rngs: ClassVar[tuple[str, ...]] = ("rng1", "rng2")
@@ -56,7 +56,7 @@ class _Arguments(NormedArguments):
     activation: tuple[Any, ...]
 
     def wants_dh(self, needs: tuple[str, ...]) -> bool:
-        """Whether the gradient of fc1's output is needed."""
+        """Returns whether the gradient of fc1's output is needed."""
         return self.wants_dz(needs) or "weight1" in needs or "bias1" in needs
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
@@ -64,7 +64,8 @@ class _Arguments(NormedArguments):
 
 
 def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: str = "") -> Tensor | FusedInput:
-    """Returns the input of fc2, unstored if possible. `reads`: the operand that wgrad reads, as `Schedule.x_kept`."""
+    """Returns the input of fc2, as a source if it need not be stored. `reads`: the form in which wgrad reads it, as in
+    `Schedule.x_kept`."""
     unstored = input_fusable(s2.plan) and reads != "original"
     return sources.activated(h, activation) if unstored else activation_ops.activation(h, activation)
 
@@ -84,7 +85,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     act = _activated(h, ActivationOptions(*a.activation), s2)
     encoded = quantize_operand(act, s2.x, fc2, fc2.state.recomputed)
     y, _, encoded_w2 = fprop(h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, s2, fc2, encoded)
-    saved: list[Tensor] = []  # in the order in which backward reads
+    saved: list[Tensor] = []  # backward reads these from the front
     if s2.w_kept or s2.x_kept:
         saved.append(h)
     if s2.x_kept:
@@ -132,7 +133,7 @@ def _backward(
     if part2.w_kept:
         width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
         of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in now else None
-        # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
+        # The largest tensors of backward are made from here on. Each is deleted after its last use.
         w2 = a.kept_weight(1, s2, fc2, saved)
         da = input_gradient(of_dgrad.finish(), w2, h, s2, fc2, width).finish()
         del of_dgrad, w2
@@ -163,7 +164,8 @@ def _activation_gradient(
     options: Options,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any, Tensor | None]:
-    """Computes h's gradient: (its two quantized copies, the gradient itself where it is stored, bias1's gradient)."""
+    """Computes h's gradient. Returns (its rowwise copy, its columnwise copy, the gradient itself if it is stored,
+    bias1's gradient); each that is not made is None."""
     if not fusable(s1.plan.grad_output):
         dh = activation_ops.activation_grad(da, h, activation)
         copies = quantize_calls(dh, s1.dy, options)
@@ -172,7 +174,7 @@ def _activation_gradient(
         source = sources.activated_grad(da, h, activation)
         made = quantize_operand(source, s1.dy, options, sum_dtype=bias_dtype)
         return *made.copies, None, made.column_sum
-    # bias1 alone is trained: the same sum, of values that are not quantized
+    # Only bias1 is trained: its gradient is the same sum, and nothing is quantized.
     assert bias_dtype is not None
     dh = activation_ops.activation_grad(da, h, activation, torch.float32)
     return None, None, dh, gemm_ops.bias_grad(dh, bias_dtype)

@@ -56,9 +56,9 @@ from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, Qua
 
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
-    """One call of a linear layer. `x_copy`: the tensors of the copy of a quantized x that backward reads."""
+    """One call of a linear layer. `x_copy`: if x is quantized, the tensors of the copy that backward reads."""
 
-    recordable_backward: ClassVar[bool] = True  # as `recordable`, of a backward that writes to no buffer
+    recordable_backward: ClassVar[bool] = True  # the same as `recordable`, for a backward that writes to no buffer
 
     x: Tensor | QuantizedTensor
     weight: Tensor | QuantizedTensor
@@ -74,13 +74,15 @@ class _Arguments(LayerArguments):
 
 
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    if a.options is not None:  # a program runs for tensors of forms that were checked when it was recorded
+    if a.options is not None:  # a repeated program skips this: its tensors' forms were checked when it was recorded
         _require_fit(a.x, a.weight, a.bias)
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
     if options.cut is not None:
         if isinstance(a.x, QuantizedTensor):
-            raise UnsupportedError(f"{options.module}: a layer that is cut over ranks takes no quantized input")
+            raise UnsupportedError(
+                f"{options.module}: a layer that is cut over ranks takes no quantized input; call dequantize() on it"
+            )
         require_whole_blocks(options.module, s, options.cut, tuple(a.x.shape[:-1]), a.weight)
     y, encoded_x, encoded_w = fprop(a.x, a.weight, a.bias, s, options)
     saved: list[Tensor] = []
@@ -130,7 +132,7 @@ def _backward(
 
 
 def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
-    """Returns the operand that wgrad reads for the input; makes it where the original is kept."""
+    """Returns the operand that wgrad reads for the input, made from the original if backward keeps that."""
     if isinstance(a.x, Tensor):
         x: Any = high_precision("linear", a.x)
     else:
@@ -142,7 +144,7 @@ def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor
 
 
 def _held(weight: Any, columnwise: bool) -> tuple[Any, list[Tensor]]:
-    """Returns what decides about a copy of a weight that is held quantized, and the copy's tensors."""
+    """Returns the values by which programs tell copies of held weights apart, and the copy's tensors."""
     tensors: list[Tensor] = []
     spec = pack(weight.copy_of(columnwise), tensors)
     return (weight.quantizer.spec, weight.quantizer.rowwise, weight.quantizer.columnwise, spec), tensors
@@ -174,7 +176,7 @@ def _backward_replay(
     grads: list[Tensor | None],
     asked: tuple[str, ...] | None = None,
 ) -> Replay | None:
-    """Makes dy contiguous, as quantizing it does."""
+    """Returns the `Replay` of a backward, or None. Makes dy in `grads` contiguous, as quantizing it would."""
     if a.options is None or a.options[0].weight_grad is not None or a.x_copy:
         return None
     s = a.schedules(needs)[0]
@@ -213,7 +215,7 @@ NAMES = Names("linear", "input", "weight")
 
 
 def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Checks what the three products need of their operands."""
+    """Checks the operands of the three products."""
     require_high_precision("linear", "input", x)
     require_high_precision("linear", "weight", weight)
     if bias is not None:
@@ -242,21 +244,22 @@ def linear(
     save_original_input: bool = False,
     save_original_weight: bool = False,
 ) -> Tensor:
-    """x @ weight.T + bias with operands quantized as a recipe says, differentiable once.
+    """Computes x @ weight.T + bias with operands quantized as a recipe says. It can be differentiated once.
 
-    **Arguments:** `x`: [..., K]; under `torch.amp.autocast` it is cast to its dtype first. Or a QuantizedTensor of the
-    input role's format: fprop reads its rowwise copy, wgrad its columnwise one, and a product that the recipe leaves in
-    high precision reads its dequantized values; delayed scaling records no amax of it. `weight`: [N, K], quantized
-    from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32, bfloat16 or
-    float16, in any mixture. `module`, `name`: the roles that the recipe is asked about. `state`: scales of delayed
-    scaling, whose histories record the amaxes, those of gradients too, if the call is made in grad mode, outside of
-    `dry_run` and not with `record=False`. `rng`: int32 [4], state of the random generator
-    of stochastic rounding (`rng_state`); the call uses 18 offsets from there on, and the caller advances it.
-    `amax_group`: process group over which amaxes are reduced. `save_original_input`, `save_original_weight`: backward
-    keeps x, or the weight, and makes the copy that it reads again with the same bits, instead of keeping that copy. A
-    QuantizedTensor's copies are kept as they are, and so are those of a weight that the user's own code quantizes.
+    **Arguments:** `x`: [..., K], which `torch.amp.autocast` casts to its dtype first; or a QuantizedTensor of the input
+    role's format. Of a quantized x, fprop reads the rowwise copy, wgrad the columnwise one, and a product that the
+    recipe leaves in high precision the dequantized values; delayed scaling records no amax of it. `weight`: [N, K],
+    quantized from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32,
+    bfloat16 or float16, in any mixture. `module`, `name`: the module and the name in the roles for which the recipe
+    chooses quantizers. `state`: the scales of delayed scaling, whose histories record the amaxes, also those of
+    gradients, if the call is made in grad mode, outside of `dry_run` and with `record=True`. `rng`: int32 [4], the
+    state of the random generator of stochastic rounding (`rng_state`). The call uses the next 18 offsets, and the
+    caller advances the state. `amax_group`: the process group over which amaxes are reduced. `save_original_input`,
+    `save_original_weight`: backward keeps x, or the weight, in place of the quantized copy that it reads, and makes
+    that copy again with the same bits. Copies of a QuantizedTensor, and of a weight that the user's own code quantizes,
+    are kept as they are.
 
-    **Returns:** [..., N] in x's (or autocast's) dtype; a QuantizedTensor where the recipe quantizes the output. Its
+    **Returns:** [..., N] in x's (or autocast's) dtype; a QuantizedTensor if the recipe quantizes the output. Its
     gradient, and that of a quantized x, is a plain tensor.
 
     **Raises:** TypeError for dtypes or a missing `state` or `rng`, ValueError for shapes, mixed devices, a recipe
@@ -270,7 +273,7 @@ def linear(
 
 
 def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, options: Options) -> Tensor:
-    """Runs `linear` with options that are gathered already."""
+    """Runs `linear` with `Options`."""
     if torch.compiler.is_compiling() or any_autocast():
         device_type = x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type):

@@ -77,7 +77,8 @@ def state_names(s: Schedule) -> tuple[str, ...]:
 _schedules: dict[tuple[Any, ...], Schedule] = {}
 
 
-_recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: hashing a recipe costs microseconds
+# Schedules by the recipe's id, since hashing a recipe costs microseconds.
+_recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}
 
 
 def schedule(
@@ -104,7 +105,7 @@ def schedule(
             plan = linear_plan(recipe, module, name)
             _schedules[by_value] = make_schedule(plan, need_dx, need_dw, originals)
         if len(_recent) >= 1024:
-            _recent.pop(next(iter(_recent)), None)  # another thread may have removed it
+            _recent.pop(next(iter(_recent)), None)  # another thread may have removed the key
         known = _recent[key] = (recipe, _schedules[by_value])
     return known[1]  # the entry keeps its recipe alive, so that the id stays its own
 
@@ -120,15 +121,15 @@ def plain_options(recipe: Recipe, module: str, name: str, originals: Originals, 
         plan = schedule(recipe, module, name, False, False).plan
         bare = not (plan.states or plan.needs_rng or recipe.amax_group)
         if len(_plain) >= 1024:
-            _plain.pop(next(iter(_plain)), None)  # another thread may have removed it
+            _plain.pop(next(iter(_plain)), None)  # another thread may have removed the key
         made = Options(module, name, originals, record)
         known = _plain[key] = (recipe, made if bare else None)
     return known[1]
 
 
 def draws(rngs: Sequence[str], schedules: Sequence[Schedule], options: Sequence[Options]) -> dict[str, tuple[int, int]]:
-    """Returns what `CustomOp.draws` does, of layers whose states one generator gives one after the other. Calls that do
-    not record leave the generator as it is, so that each example has the bits that every such call has."""
+    """Returns the offsets that `CustomOp.draws` describes, for layers that take their states one after the other from
+    one generator. A call that does not record leaves the generator as it is, so all examples of a vmap get its bits."""
     taken = [i for i, s in enumerate(schedules) if s.plan.needs_rng]
     found = {}
     for place, i in enumerate(taken):

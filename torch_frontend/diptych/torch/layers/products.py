@@ -65,7 +65,7 @@ from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase
 
 
 def product(gemm: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, options: GemmOptions) -> Tensor:
-    """op(a) @ op(b) + bias, [rows, cols] in dtype."""
+    """Returns the product op(a) @ op(b) + bias, [rows, cols] in dtype."""
     if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
         return gemm_ops.gemm(a, b, bias, 1.0, dtype, options)
     inner = a.dtype if isinstance(a, Tensor) else b.dtype
@@ -126,7 +126,7 @@ def fprop(
 
 
 def input_gradient(dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, width: Any) -> Exchange[Tensor]:
-    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype. A sum over ranks is begun."""
+    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype. Begins the sum over ranks, if any."""
     dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
     whole = whole_input_gradient(dx, options.cut)
     return whole.then(lambda dx: requantized_result(dx, s.results[1], options).view(*x.shape[:-1], width))
@@ -181,7 +181,7 @@ class LayerArguments:
 
     def schedules(self, needs: tuple[str, ...], asked: tuple[str, ...] | None = None) -> tuple[Schedule, ...]:
         """Returns the schedule of each layer. The first use makes them for the whole call, its backward included.
-        `asked`: the part of `needs` that one backward computes, whose quantize calls differ; None: all."""
+        `asked`: the part of `needs` that one backward computes, by fewer quantize calls; None stands for all."""
         if self._schedules is not None and asked is None:
             return self._schedules
         made = []
@@ -198,7 +198,7 @@ class LayerArguments:
         return tuple(made)
 
     def keeps(self, needs: tuple[str, ...]) -> tuple[str, ...]:
-        """The fields that backward reads."""
+        """Returns the fields that backward reads."""
         schedules = self.schedules(needs)
         found = ["scales", *self.kept_operands(needs, schedules)]
         for i, s in enumerate(schedules):
@@ -211,7 +211,7 @@ class LayerArguments:
         return tuple(found)
 
     def gradients(self, needs: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns `needs` without the weights of which autograd gets no gradient."""
+        """Returns `needs` without the weights for which autograd gets no gradient."""
         elsewhere = []
         for i, name in enumerate(self.weights):
             gone = self._constants(i).how if self.options is None else _leaves(self.options[i])
@@ -229,7 +229,7 @@ class LayerArguments:
         return LayerConstants(*self.layers[i])
 
     def cut(self, i: int) -> Cut | None:
-        """How layer i is cut over a tensor-parallel group."""
+        """Returns how layer i is cut over a tensor-parallel group; None if it is not cut."""
         if self.options is not None:
             return self.options[i].cut
         fields = self._constants(i).cut
@@ -246,8 +246,8 @@ class LayerArguments:
         return given
 
     def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
-        """Returns the options of each layer's forward, and the tensor of amaxes that the node returns, in a list that
-        is empty without one. Quantizing by these options fills it in."""
+        """Returns the options of each layer's forward, and a list with the tensor of amaxes that the node returns. The
+        list is empty if there is none. Quantizing by these options fills the tensor in."""
         if self.options is not None:
             return self._drawing(self.options), []
         amaxes = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.amax_protos(needs)]
@@ -265,7 +265,7 @@ class LayerArguments:
         return tuple(made), amaxes
 
     def backward_options(self, needs: tuple[str, ...]) -> tuple[Options, ...]:
-        """The options of each layer's backward. They write to the caller's main_grad; `log_amaxes` logs the amaxes."""
+        """Returns the options of each layer's backward, by which it writes to main_grad and keeps amaxes to log."""
         if self.options is not None:
             return self._drawing(self.options)
         scales, logs, buffers = _cells(self.scales), list(self.logs), list(self.main_grads)  # type: ignore[call-overload]
@@ -287,13 +287,13 @@ class LayerArguments:
         return tuple(made)
 
     def log_amaxes(self) -> None:
-        """Ends a backward: enters the amaxes that it recorded into the log that the next update reads."""
+        """Ends a backward: enters the amaxes that this backward recorded into the log that the next update reads."""
         if self.options is None:
             for amaxes, log, written in self._recorded:
                 log_amax(amaxes, log, written)
 
     def amax_protos(self, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-        """The layout of the tensor of amaxes that a forward node returns; none where there are no amaxes."""
+        """Returns the layout of the tensor of amaxes that a forward node returns; () if there are no amaxes."""
         if self.options is not None or not self.scales:
             return ()
         count = 0
@@ -304,15 +304,15 @@ class LayerArguments:
     # --- the operands of dgrad ---
 
     def pack_weight(self, i: int, s: Schedule, options: Options, encoded: Encoded, saved: list[Tensor]) -> None:
-        """Saves what dgrad reads of layer i's weight, except what an argument holds."""
+        """Saves the tensors by which dgrad gets layer i's weight, except those that an argument holds."""
         if s.w_late:
             save_for_late(getattr(self, self.weights[i]), s.w, s.w_late, options, encoded.amax, saved)
         elif s.w_kept and not self.copy_specs(i) and not self._reads_weight(i, s):
             pack(pick(s.w_kept, encoded.copies, getattr(self, self.weights[i])), saved)
 
     def kept_weight(self, i: int, s: Schedule, options: Options, saved: list[Tensor], reads: bool = True) -> Any:
-        """Returns the operand that dgrad reads for layer i's weight; makes it where the original is kept. `reads`:
-        False where no dgrad runs, so that only what was saved is taken from the list."""
+        """Returns the operand that dgrad reads for layer i's weight, made from the original if backward keeps that.
+        `reads`: False if no dgrad runs; then the saved tensors are only removed from the list."""
         weight = getattr(self, self.weights[i])
         if s.w_late:
             scales, amax = saved_for_late(s.w, s.w_late, options, saved)
@@ -333,7 +333,7 @@ class LayerArguments:
         return s.w_kept == "original" or bool(s.w_late) or (s.w_kept != "" and held)
 
     def copy_specs(self, i: int) -> tuple[Spec, ...]:
-        """The specs of the copies of layer i's weight that the caller passed."""
+        """Returns the specs of the copies of layer i's weight that the caller passed; () if it passed none."""
         if self.options is None:
             return self._constants(i).specs
         given = self.options[i].weight_copies
@@ -350,12 +350,12 @@ class LayerArguments:
 
 
 def _leaves(options: Options) -> bool:
-    """Whether autograd gets no gradient of a layer's weight."""
+    """Returns whether a weight's gradient goes elsewhere, so that autograd gets none."""
     return options.weight_grad is not None and not options.weight_grad.marks
 
 
 def _cells(tensors: list[Tensor]) -> list[Tensor]:
-    """The elements of vectors, each a vector."""
+    """Returns the elements of vectors, each as a vector [1]."""
     return [t.narrow(0, i, 1) for t in tensors for i in range(t.shape[0])]
 
 
@@ -370,7 +370,7 @@ def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
 
 
 def finished(y: Tensor, s: Schedule, options: Options) -> Tensor:
-    """The result of a forward, quantized where the recipe has a quantizer for it.
+    """Returns the result of a forward, quantized if the recipe has a quantizer for it.
 
     If a user's own quantizer returns what another quantizer made, the result still carries the user's quantizer.
     **Raises** TypeError for another format.
@@ -382,12 +382,13 @@ def finished(y: Tensor, s: Schedule, options: Options) -> Tensor:
     if not declared.custom:
         return q
     if (q.quantizer.spec.format_id, rotated(q.quantizer)) != (declared.spec.format_id, rotated(declared)):
-        raise ArgumentError(f"{declared} has the format {declared.format.name}, and its quantize_impl made {q!r}")
+        said = f"{declared} has the format {declared.format.name}, and its quantize_impl made {q!r}"
+        raise ArgumentError(f"{options.module}: {said}; return a tensor of that format and transform")
     return QuantizedTensor(declared, q.shape, q.dtype, **{n: getattr(q, n) for n in declared.buffer_names()})
 
 
 def result_proto(x: Any, width: Any, s: Schedule, cut: Cut | None = None, first: Cut | None = None) -> TensorProto:
-    """The layout of a layer's result, quantized where the recipe says so. `first`: how a layer in front is cut."""
+    """Returns the layout of a layer's result. `cut`, `first`: how the layer, and one in front of it, is cut."""
     quantizer = None if s.results[0] is None else s.results[0].quantizer
     leading = x.shape[:-1]
     for each in (first, cut):
@@ -411,9 +412,9 @@ def replay(
 ) -> Replay | None:
     """Returns the `Replay` of an eager call of one layer, or None if a program cannot repeat it.
 
-    **Arguments:** `key`: what decides about the call beside the schedule and its options. It holds the weight's shape,
-    since layers of many shapes share a schedule and few programs are recorded for each key. `calls`: those of quantize
-    that the call makes, by operand. `inputs`: its tensors, without those of the states.
+    **Arguments:** `key`: all that decides about the call, apart from the schedule and `options`. It contains the
+    weight's shape, since layers of many shapes share a schedule and few programs are recorded for each key. `calls`:
+    for each operand, the quantize calls that are made. `inputs`: the call's tensors, without those of the states.
     """
     states = options.state.states
     if options.group is not None or options.state.recomputed is not None:
@@ -423,7 +424,7 @@ def replay(
         for call in operand:
             if call.state and states is None:
                 return None
-            if call.needs_rng:  # a program cannot compute the states of the calls from that of the layer
+            if call.needs_rng:  # a program cannot compute each quantize call's random state from that of the layer
                 if rng is None or rng.dim() != 2:
                     return None
                 if not any([t is rng for t in inputs]):
@@ -436,12 +437,12 @@ def replay(
                     written.append(history)
     if not direct(*inputs):
         return None
-    # What forward saves differs between states that keep its scales and those that updates overwrite.
+    # The type of the states decides whether forward saves its scales: updates overwrite those of some types.
     return Replay((id(s), options.record, type(states), key), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:
-    """The outputs of an op whose arguments derive from `LayerArguments`; `operands`: its other fields."""
+    """Runs an op whose arguments derive from `LayerArguments`. `operands`: the fields that the derived class adds."""
     make: Any = op.arguments
     if not torch.compiler.is_compiling():
         a = make(x, recipe, options, (), None, [], [], [], [], *operands)
@@ -454,7 +455,7 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
         return op.eager(a)
     if transforms_active():
         return outside(run, op, x, recipe, options, *operands)
-    from diptych.torch.private.dynamo import comptime  # importing it takes a second
+    from diptych.torch.private.dynamo import comptime  # importing torch._dynamo takes a second
 
     a, layers, pending = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands), [], []
     for i, given in enumerate(options):
@@ -485,13 +486,13 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
 
 
 def _prepared_while_tracing(context: Any) -> None:
-    """Runs where Dynamo traces `run`, on the real objects: states that a user holds may lack the buffers of graphs."""
+    """Makes a user's states ready for graphs, while Dynamo traces `run` and before each run of the graph."""
     state_fits(traced_local(context, "state"))
     before_each_call(context, "state", state_fits)
 
 
 def state_fits(states: Any) -> bool:
-    """Guard on `ScaleStates` that a user holds: makes the buffers in which graphs record, if they are missing."""
+    """Makes the buffers in which graphs record, if `ScaleStates` lack them. Returns True, as a guard that holds."""
     if isinstance(states, ScaleStates) and not states.ready_for_graphs():
         with torch.inference_mode(False):
             states.prepare_for_graphs()

@@ -33,8 +33,8 @@ STACK = Names("grouped_linear", "input", "weight")
 
 
 class Encoded(NamedTuple):
-    """The copies of a tensor, its amax ([1], of a stack [G]) if a tensorwise format has computed one, and its sum over
-    the rows if requested."""
+    """The copies of a tensor, its amax ([1], for a stack [G]) if a tensorwise format has computed one, and its sum over
+    the rows if it was requested."""
 
     copies: Copies
     amax: Tensor | None = None
@@ -55,8 +55,8 @@ def encode(
     scales: dict[str, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> Encoded:
-    """Returns the copies of one tensor and its amax. `scales`: as above. `amax`: tensorwise formats use it instead of
-    computing one."""
+    """Returns the copies of one tensor and its amax. `scales`: delayed scales to use, recording nothing; None takes
+    those of the states. `amax`: the amax that tensorwise formats use; None lets them compute it."""
     rowwise = columnwise = found = None
     for call in calls:
         if call.plain and amax is not None and has_one_amax(call):
@@ -127,8 +127,8 @@ def rng_of(t: Tensor | FusedInput, call: Call, options: Options) -> Tensor | Non
 
 
 def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
-    """The delayed scale, and the history to record in or None. Under a selective checkpoint a recomputation runs the
-    same ops as its forward, and what they record is dropped."""
+    """Returns the delayed scale of a call, and the history in which to record its amax, or None. Under a selective
+    checkpoint a recomputation must run the same ops as its forward, so it records in a history that is dropped."""
     if scales is not None:
         scale = scales[call.state]
         same = scales is options.state.recomputed and options.record and selective()
@@ -169,7 +169,8 @@ def quantize_general(t: Tensor, call: Call, options: Options, scales: dict[str, 
         for side, want in (("rowwise", wanted.rowwise), ("columnwise", wanted.columnwise))
     ):
         raise ArgumentError(
-            f"{type(wanted).__name__}.quantize_impl must return what `quantize` made for {wanted}, got {q!r}"
+            f"{options.module}: quantize_impl of {type(wanted).__name__} must return a QuantizedTensor with the copies "
+            f"of {wanted}, such as `quantize` makes, got {q!r}"
         )
     if history is not None and q.amax is not None:
         record_amax(history, q.amax)
@@ -177,7 +178,7 @@ def quantize_general(t: Tensor, call: Call, options: Options, scales: dict[str, 
 
 
 def has_one_amax(call: Call) -> bool:
-    """Whether quantizing by the core computes an amax of the whole tensor, and no other."""
+    """Returns whether the core, quantizing by this call, computes a single amax, which is that of the whole tensor."""
     return call.reducible and not (quantize_ops.TWO_LEVEL[call.quantizer.spec.format_id] or call.quantizer.custom)
 
 
@@ -244,8 +245,9 @@ def save_for_late(
     t: Tensor | FusedInput, calls: tuple[Call, ...], late: tuple[Call, ...], options: Options, amax: Tensor | None,
     saved: list[Tensor],
 ) -> None:  # fmt: skip
-    """Saves what backward needs beside the original to make the copies of `late` with the bits that forward, which made
-    those of `calls` and found `amax`, would give them. Records t for the states that only `late` reads."""
+    """Saves the scales and the amax with which backward makes the copies of `late` from the original t, so that they
+    have the bits that forward would give them. Forward made the copies of `calls` and found `amax`. Records the amax of
+    t in the states that only `late` uses."""
     if not _keeps_scales(options):
         saved += [scale_of(c, options, options.state.recomputed)[0].clone() for c in late if c.state]
     if _share_amax(calls, late):
@@ -276,7 +278,7 @@ def late_scales(late: tuple[Call, ...], options: Options) -> list[Tensor]:
 
 
 def _keeps_scales(options: Options) -> bool:
-    """Whether the options keep forward's delayed scales for backward, where no update overwrites them."""
+    """Returns whether the options keep forward's delayed scales for backward, where no update overwrites them."""
     return isinstance(options.state.states, StepScales)
 
 
@@ -300,13 +302,14 @@ def rng_at(rng: Tensor, offset: int) -> Tensor:
 
 
 def _offsets_of_calls(device: torch.device) -> Tensor:
-    """Returns what seed and offset increase by for each quantize call of a layer, int64 [calls, 2]."""
+    """Returns, for each quantize call of a layer, the numbers that are added to seed and offset, int64 [calls, 2]."""
     found = _OFFSETS_OF_CALLS.get(device)
     if found is None:
         with torch.inference_mode(False):
             offsets = torch.arange(0, OFFSETS, 2, dtype=torch.int64, device=device)
             found = torch.stack([torch.zeros_like(offsets), offsets], 1)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the captured graph's own
+        # A tensor that was made during the capture of a CUDA graph belongs to that graph.
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             _OFFSETS_OF_CALLS[device] = found
     return found
 
@@ -330,14 +333,14 @@ def _rng_take_of_calls(rng: Tensor, count: int) -> Tensor:
 
 
 def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
-    """`_rng_take` as compiled code runs it: a graph that an eager checkpoint recomputes takes from its tape."""
+    """Runs `_rng_take` for compiled code. A graph that an eager checkpoint recomputes takes the state from the tape."""
     entry = taped_call(None, "compiled")
     if entry is not None and entry.rng is not None:
         return entry.rng.clone()
     if backward_pass() != -1:
         raise UnsupportedError(
-            "stochastic rounding in compiled code that a checkpoint recomputes: it would draw other bits than the "
-            "forward did; use diptych.torch.checkpoint"
+            "stochastic rounding in compiled code that a checkpoint recomputes: the recomputation would draw other "
+            "bits than the forward; use diptych.torch.checkpoint"
         )
     taken = _rng_take(rng, count)
     tape_call(None, "compiled", None, None, taken)
@@ -349,7 +352,7 @@ def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
     return torch.empty_like(rng)
 
 
-# An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
+# Taking a state is an op, because a compiled backward would recompute a plain clone after the state has advanced.
 _rng_take_op = define(
     "rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake, buffers=True
 )
@@ -357,10 +360,10 @@ SAVED.add(_rng_take_op)
 
 
 def rng_take(rng: Tensor, count: int) -> Tensor:
-    """Returns a copy of the state, and advances the state itself in place by `count` offsets. Eagerly the copy is that
-    of each quantize call of a layer, int32 [calls, 4], by the numbers of the calls, so that programs need not add."""
+    """Returns a copy of the state, and advances the state itself in place by `count` offsets. Eagerly the result has
+    the state of each quantize call of a layer, int32 [calls, 4], so that programs need not compute them."""
     if direct(rng, watched=True):
         return _rng_take_of_calls(rng, count)
     if type(rng) is Tensor and not (torch.compiler.is_compiling() or jit_traces()):
-        return _rng_take(rng, count)  # in a transform of torch.func: no graph's call, and the caller tapes it
+        return _rng_take(rng, count)  # a transform of torch.func runs here; the caller writes the tape, not a graph
     return _rng_take_op(rng, count)

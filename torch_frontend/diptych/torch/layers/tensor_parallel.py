@@ -1,4 +1,4 @@
-"""Linear layers that are cut over a tensor-parallel group: what the ranks of the group exchange (NUMERICS 9).
+"""The exchanges between ranks of linear layers that are cut over a tensor-parallel group (docs/numerics.md, section 9).
 
                      column: weight [N / ranks, K]             row: weight [N, K / ranks]
     input            whole, or this rank's tokens (sequence)   [M, K / ranks]
@@ -11,11 +11,11 @@ Tokens are cut along dimension 0, in rank order. Invariants:
 
 - Operands are quantized by amaxes that are reduced over the group, so that their bytes and scales are those of the
   whole tensor; gathers carry these bytes.
-- An exchange is begun as soon as what it sends is there, and finished where its result is read, so that products run
-  meanwhile. All ranks begin the exchanges of a group in the same order.
-- Each rank rounds its partial product to the result's dtype. They travel by all-to-all, and are added in float32 in
-  ascending rank, whatever a transport's own order of additions is. A sum is cut into the ranks' tokens (sequence), or
-  every rank has all of it.
+- An exchange begins as soon as the tensors to send are there, and is finished where its result is read, so that
+  products run meanwhile. All ranks begin the exchanges of a group in the same order.
+- Each rank rounds its partial product to the result's dtype. Partial products travel by all-to-all, and are added in
+  float32 in ascending rank, whatever a transport's own order of additions is. A sum is cut into the ranks' tokens
+  (sequence), or every rank has all of it.
 - Stochastic rounding counts random bits over the whole tensor, which is the ranks' parts in rank order. The ranks of a
   group have one random state, which their module's seed decides.
 - Extents along a cut are whole blocks, which `require_whole_blocks` checks before anything is sent.
@@ -68,7 +68,7 @@ class Cut(NamedTuple):
         return self.sequence and self.mode == ROW
 
     def out_rows(self, rows: Any) -> Any:
-        """The extent of dimension 0 of a layer's result, whose input has `rows`."""
+        """Returns the extent of dimension 0 of a layer's result, if that of its input is `rows`."""
         if not self.sequence:
             return rows
         return rows * self.ranks if self.mode == COLUMN else rows // self.ranks
@@ -80,8 +80,8 @@ class Cut(NamedTuple):
 class Exchange(Generic[T]):
     """An exchange between ranks that has begun. Work that does not read its result may run until `finish`.
 
-    `make`: makes the result from the received tensors. `work`: torch's handle of the transfer; None if there is none.
-    `sent`: kept alive until it has been transferred.
+    `make`: a function that makes the result from the received tensors. `work`: torch's handle of the transfer; None if
+    nothing is transferred. `sent`: the tensor that is kept alive until it has been transferred.
     """
 
     def __init__(self, make: Callable[[], T], work: Any = None, sent: Tensor | None = None) -> None:
@@ -98,7 +98,7 @@ class Exchange(Generic[T]):
         return self._made[0]
 
     def then(self, make: Callable[[T], U]) -> Exchange[U]:
-        """Returns an exchange whose result is `make` of this one's result."""
+        """Returns an exchange whose result is make(the result of this exchange)."""
         return Exchange(lambda: make(self.finish()))
 
 
@@ -106,13 +106,14 @@ class Exchange(Generic[T]):
 
 
 def whole_input(make: Callable[[], Operand], cut: Cut | None) -> Exchange[Operand]:
-    """The input of fprop and wgrad with the tokens of all ranks. `make` makes this rank's: at once where it travels,
-    else when the exchange is finished."""
+    """Returns the exchange that gives the input of fprop and wgrad, with the tokens of all ranks. `make`: makes this
+    rank's part. It is called at once if the part is sent, else when the exchange is finished."""
     return gathered(make(), cut.ranks, cut.group) if cut is not None and cut.gathers_input else Exchange(make)
 
 
 def gradient_calls(calls: tuple[Call, ...], cut: Cut | None) -> tuple[Call, ...]:
-    """How a rank quantizes the gradient: only rowwise where `whole_gradients` makes the columnwise copy of it."""
+    """Returns the calls by which a rank quantizes the gradient: only rowwise, if `whole_gradients` makes the columnwise
+    copy from the rowwise one."""
     if not _turned(calls, cut):
         return calls
     return (calls[0]._replace(quantizer=calls[0].quantizer.with_usage(rowwise=True, columnwise=False)),)
@@ -121,7 +122,8 @@ def gradient_calls(calls: tuple[Call, ...], cut: Cut | None) -> tuple[Call, ...]
 def whole_gradients(
     dy: Tensor, copies: Copies, s: Schedule, cut: Cut | None
 ) -> tuple[Exchange[Operand], Exchange[Operand]]:
-    """The gradient that dgrad and wgrad read, with the tokens of all ranks. `copies`: those by `gradient_calls`."""
+    """Returns the exchanges that give the gradient for dgrad and for wgrad, with the tokens of all ranks. `copies`: the
+    gradient's, by `gradient_calls`."""
     rows, columns = [dy if copy is None else copy for copy in copies]
     if cut is None or not cut.gathers_gradient:
         return Exchange(lambda: rows), Exchange(lambda: columns)
@@ -134,7 +136,8 @@ def whole_gradients(
 
 
 def _turned(calls: tuple[Call, ...], cut: Cut | None) -> bool:
-    """Whether the gradient's columnwise copy is its gathered rowwise copy transposed: both have one scale."""
+    """Returns whether the gradient's columnwise copy is its gathered rowwise copy transposed, since both have one
+    scale."""
     if cut is None or not cut.gathers_gradient or len(calls) != 1:
         return False
     quantizer = calls[0].quantizer
@@ -148,32 +151,32 @@ def _turn(rowwise: Operand) -> Operand:
 
 
 def whole_output(y: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
-    """fprop's result [M, ...]: of a row-parallel layer the sum over ranks plus the bias."""
+    """Returns fprop's result [M, ...], for a row-parallel layer summed over ranks and with the bias."""
     return summed(y, cut.ranks, cut.group, cut.sequence, bias).finish() if cut.mode == ROW else y
 
 
 def whole_input_gradient(dx: Tensor, cut: Cut | None) -> Exchange[Tensor]:
-    """dgrad's result [M, ...]: of a column-parallel layer the sum over ranks."""
+    """Returns the exchange that gives dgrad's result [M, ...], for a column-parallel layer summed over ranks."""
     if cut is None or cut.mode != COLUMN:
         return Exchange(lambda: dx)
     return summed(dx, cut.ranks, cut.group, cut.sequence)
 
 
 def sum_over_tokens(grad: Tensor, cut: Cut | None, mode: str) -> Tensor:
-    """The gradient of a parameter that every rank holds, and that acts on the rank's tokens alone: a row-parallel
-    layer's bias, or the norm in front of a column-parallel layer."""
+    """Returns a gradient summed over ranks, for a parameter that every rank holds and that acts only on the rank's own
+    tokens: a row-parallel layer's bias, or the norm in front of a column-parallel layer."""
     if cut is None or not cut.sequence or cut.mode != mode:
         return grad
     return summed(grad.unsqueeze(1), cut.ranks, cut.group, False).finish().squeeze(1)
 
 
 # --- transport -------------------------------------------------------------------------------------------------------
-# A graph's layouts come from running this code on fake tensors, of which nothing is sent.
+# This code also runs on fake tensors, which give a graph its layouts. Nothing is sent then.
 
 
 def gathered(operand: Operand, ranks: int, group: Any) -> Exchange[Operand]:
-    """Begins to join the tokens of all ranks, in rank order. A copy's bytes and scales travel; scales of the whole
-    tensor are on every rank already."""
+    """Begins to join the tokens of all ranks, in rank order. A copy's bytes and scales are sent, but not the scale of a
+    whole tensor, which every rank has."""
     if isinstance(operand, Tensor):
         return _gathered_rows(operand.reshape(-1, operand.shape[-1]), ranks, group)
     data, scale_inv, amax, format_id, columnwise = operand
@@ -205,7 +208,7 @@ def _sum(parts: list[Tensor], bias: Tensor | None) -> Tensor:
     """Adds parts in their order, and the bias last, in float32, and rounds once."""
     first, *others = parts if bias is None else [*parts, bias]
     if len(others) == 1 and bias is None:
-        return first + others[0]  # torch adds half precision in float32
+        return first + others[0]  # torch adds tensors of two bytes in float32 and rounds once
     total = first.to(torch.float32, copy=True)
     for t in others[:-1]:
         total += t
@@ -215,14 +218,14 @@ def _sum(parts: list[Tensor], bias: Tensor | None) -> Tensor:
 def _gathered_rows(t: Tensor, ranks: int, group: Any) -> Exchange[Tensor]:
     sent = t.contiguous()
     if sent.element_size() == 1:
-        sent = sent.view(torch.uint8)  # gloo refuses FP8, and NCCL E8M0 and E2M1
+        sent = sent.view(torch.uint8)  # gloo refuses FP8, and NCCL refuses E8M0 and E2M1
     made = torch.empty((ranks * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device)
     work = None if is_fake(made) else _all_gather()(made, sent, group=group, async_op=True)
     return Exchange(lambda: made.view(t.dtype), work, sent)
 
 
 def _all_gather() -> Any:
-    """torch's gather into one tensor, whose name torch 2.13 has changed."""
+    """Returns torch's gather into one tensor, whose name changed in torch 2.13."""
     found = getattr(torch.distributed, "all_gather_single", None)
     return torch.distributed.all_gather_into_tensor if found is None else found
 
@@ -231,14 +234,15 @@ def _gathered_columns(t: Tensor, ranks: int, group: Any) -> Exchange[Tensor]:
     """Joins [K, M / ranks] of all ranks to [K, M]."""
 
     def joined(stacked: Tensor) -> Tensor:
-        words = stacked.view(ranks, *t.shape).view(_widest(t.shape[1] * t.element_size()))  # fewer, larger copies
+        # Larger elements make fewer copies.
+        words = stacked.view(ranks, *t.shape).view(_widest(t.shape[1] * t.element_size()))
         return words.transpose(0, 1).contiguous().view(t.dtype).flatten(1)
 
     return _gathered_rows(t, ranks, group).then(joined)
 
 
 def _widest(nbytes: int) -> torch.dtype:
-    """The largest integer dtype that divides a row of bytes."""
+    """Returns the largest integer dtype whose size divides a row of `nbytes` bytes."""
     every = (torch.int64, torch.int32, torch.int16, torch.uint8) if nbytes else (torch.uint8,)
     return next(d for d in every if nbytes % d.itemsize == 0)
 
@@ -246,17 +250,18 @@ def _widest(nbytes: int) -> torch.dtype:
 # --- random bits -----------------------------------------------------------------------------------------------------
 
 _INPUT, _WEIGHT, _GRADIENT = range(3)
-# The tensors of quantize calls by their numbers (schedule.py): two calls of each operand, then y, dx and dw.
+# The tensor of each quantize call, by the call's number (schedule.py): two calls for each operand, then y, dx and dw.
 _TENSORS = (_INPUT, _INPUT, _WEIGHT, _WEIGHT, _GRADIENT, _GRADIENT, _GRADIENT, _INPUT, _WEIGHT)
 
 
 def placed(rng: Tensor, call: Call, extents: tuple[Any, Any], cut: Cut) -> Tensor:
-    """Returns the random state of a quantize call on this rank's part [rows, columns] of a tensor, int32 [8]: the
-    call's own and the part's place in the whole tensor. A tensor that every rank has keeps its state, [4]."""
+    """Returns the random state of a quantize call on this rank's part of a tensor, int32 [8]: the call's own state
+    `rng`, and the part's place in the whole tensor. If every rank has the whole tensor, returns `rng`, [4]. `extents`:
+    the part's rows and columns."""
     tensor, dim = _TENSORS[call.number], None
     if tensor == _WEIGHT:
         dim = 0 if cut.mode == COLUMN else 1
-    elif (tensor == _INPUT) == (cut.mode == ROW):  # between the layers of a pair
+    elif (tensor == _INPUT) == (cut.mode == ROW):  # activations between the layers of a pair are cut along features
         dim = 1
     elif cut.sequence:
         dim = 0
@@ -265,7 +270,7 @@ def placed(rng: Tensor, call: Call, extents: tuple[Any, Any], cut: Cut) -> Tenso
     place = [0, 0, *extents]
     place[dim] = torch.distributed.get_rank(cut.group) * extents[dim]
     place[2 + dim] = cut.ranks * extents[dim]
-    return torch.cat([rng, *[rng.new_full((1,), n) for n in place]])  # on the device: nothing is copied from the host
+    return torch.cat([rng, *[rng.new_full((1,), n) for n in place]])  # new_full copies nothing from the host
 
 
 # --- what can be cut -------------------------------------------------------------------------------------------------
@@ -284,16 +289,25 @@ def require_whole_blocks(
     amaxes of rows.
     """
     if isinstance(weight, QuantizedTensorBase) and not cut.gathered:
-        raise UnsupportedError(f"{op}: a weight that is held quantized cannot be cut over a tensor-parallel group")
+        raise UnsupportedError(
+            f"{op}: a weight that is held quantized cannot be cut over a tensor-parallel group; make the module "
+            "outside of quantized_model_init"
+        )
     if cut.sequence:
         if not leading:
-            raise ShapeError(f"{op}: sequence parallelism cuts dimension 0 of an input [tokens, ..., K]; got one row")
+            raise ShapeError(
+                f"{op}: sequence parallelism cuts dimension 0 of an input [tokens, ..., K], got an input of one "
+                "dimension; reshape it to [1, K]"
+            )
         if cut.mode == ROW and leading[0] % cut.ranks:
-            raise ShapeError(f"{op}: dimension 0 of the input, {leading[0]}, is no multiple of the {cut.ranks} ranks")
+            raise ShapeError(
+                f"{op}: dimension 0 of the input must be a multiple of the {cut.ranks} ranks of the tensor-parallel "
+                f"group, got {leading[0]}; pad the tokens"
+            )
     tokens = math.prod(leading)
     shared = tokens if cut.gathers_input or not cut.sequence else tokens // cut.ranks
     n, k = weight.shape[0] // stacked, weight.shape[1]
-    # Each operand's calls, with the extent that a rank has along the cut, or None where the operand is whole.
+    # (rows, columns) of each operand: the extent that a rank has along the cut, None along an axis that is not cut.
     inputs = (shared if cut.gathers_input else None, k if cut.mode == ROW else None)
     gradients = (shared if cut.gathers_gradient else None, n if cut.mode == COLUMN else None)
     weights = (n, None) if cut.mode == COLUMN else (None, k)
@@ -310,16 +324,20 @@ def require_whole_blocks(
 
 
 def require_whole(what: str, quantizer: Quantizer, rows: int | None, cols: int | None) -> None:
-    """Checks one operand. `rows`, `cols`: the extents that a rank has along a cut, else None. `what`: the operand's
-    name. **Raises** as `require_whole_blocks`."""
+    """Checks one operand. `rows`, `cols`: the extent that a rank has, or None along an axis that is not cut. `what`:
+    the operand's name. **Raises** as `require_whole_blocks`."""
     if rows is None and cols is None:
         return
     if quantizer.custom:
         raise UnsupportedError(
-            f"{what}'s {quantizer.described()} is the user's own and may read the whole tensor; it cannot be cut"
+            f"{what} cannot be cut over ranks: its {quantizer.described()} is the user's own and may read the whole "
+            "tensor; use a recipe with diptych's quantizers for a cut layer"
         )
     if quantizer.spec.flags & ROW_AMAX:
-        raise UnsupportedError(f"{what}'s {quantizer.described()} has amaxes of rows, which are not reduced over ranks")
+        raise UnsupportedError(
+            f"{what} cannot be cut over ranks: its {quantizer.described()} has amaxes of rows, which are not reduced "
+            "over ranks; use a quantizer with one amax (row_scaled_nvfp4=False), or do not cut this layer"
+        )
     fmt = quantizer.format
     if fmt.one_scale:
         return
@@ -331,11 +349,12 @@ def require_whole(what: str, quantizer: Quantizer, rows: int | None, cols: int |
         each = [block[axis] for block in blocks]
         if not all(each):
             raise UnsupportedError(
-                f"{what} is cut along its {name}, and {fmt.name} has scales that are those of all {name}"
+                f"{what} is cut along its {name}, and a scale of {fmt.name} belongs to a block of all {name}; use a "
+                "format with smaller blocks, or do not cut this layer"
             )
         block = max(each)
         if extent % block:
             raise ShapeError(
-                f"{what} has {extent} {name} on each rank, and {fmt.name} needs a multiple of {block}: "
+                f"{what} has {extent} {name} on each rank, and {fmt.name} needs a multiple of {block}, since "
                 "a block is never cut"
             )

@@ -2,17 +2,17 @@
 
 A weight may carry attributes, as TransformerEngine and Megatron-LM name them, which are read in each backward:
 
-    main_grad                the buffer, float32, bfloat16 or float16, that gradients are added to
-    overwrite_main_grad      True: main_grad becomes the gradient instead
-    grad_added_to_main_grad  where the weight has it, backward sets it to True, and autograd gets zeros for the weight,
-                             so that hooks on it run. Zeros serve `zero_out_wgrad` too, which asks for them
+    main_grad                the buffer, float32, bfloat16 or float16, to which gradients are added
+    overwrite_main_grad      if True, main_grad becomes the gradient instead
+    grad_added_to_main_grad  if the weight has this attribute, backward sets it to True, and autograd gets zeros for the
+                             weight, so that the weight's hooks run. `zero_out_wgrad` asks for zeros too
 
 Invariants:
 
-- A gradient that waits reaches its weight through the engine, once `backward_dw` runs: the hooks of the weight and of
-  reducers see it as they see any gradient. Until then the engine must not reach the weight, since a reducer would take
-  nothing for the gradient: forward passes a leaf with the weight's values in its place (`Sink.stand_in`). A backward
-  that is asked for the weight's gradient (`inputs=`) computes that of the leaf.
+- A gradient that waits reaches its weight through autograd's engine when `backward_dw` runs: the hooks of the weight
+  and of reducers see it as they see any gradient. Before that the engine must not reach the weight, since a reducer
+  would treat the weight as one without a gradient. So forward reads a leaf with the weight's values in its place
+  (`Sink.stand_in`). A backward that is asked for the weight's gradient (`inputs=`) computes the leaf's gradient.
 - FSDP2 reduces gradients at the end of backward, and again when `backward_dw` has delivered more. Nothing reduces a
   `main_grad`: weights that DistributedDataParallel or FSDP2 manage are refused.
 - The backward of a dry run, wherever it runs, changes no queue and no buffer.
@@ -50,7 +50,7 @@ from diptych.torch.state.autocast import ASKED_OF_BACKWARD, STAGE_METHODS, STATE
 
 
 def accumulate(wgrad: Any, acc: Tensor, overwrite: bool) -> None:
-    """Adds a `WeightGradient`, of one weight or of a stack, to a buffer, or replaces what it holds."""
+    """Adds a `WeightGradient`, of one weight or of a stack, to a buffer, or replaces the buffer's values by it."""
     if overwrite:
         acc.zero_()
     wgrad.accumulate(acc)
@@ -67,14 +67,14 @@ class WeightGradients:
         return {"options": self.options, "queue": []}
 
     def of(self, weight: Tensor) -> Sink:
-        """The destination of one call's gradient. **Raises**, before the forward runs, ValueError for a weight without
-        a `main_grad` that fits, NotImplementedError for one whose gradient a reducer would miss."""
+        """Returns the destination of one call's gradient. **Raises**, before the forward runs, ValueError for a weight
+        without a `main_grad` that fits, NotImplementedError for one whose gradient a reducer would miss."""
         if weight.requires_grad and (torch.is_grad_enabled() or STATE.taped):
-            if not torch.compiler.is_compiling():  # else `require_while_tracing` has looked
+            if not torch.compiler.is_compiling():  # `require_while_tracing` checks this for compiled code
                 if self.options.fuse and wrapped(weight):
                     raise UnsupportedError(
                         "fuse_wgrad_accumulation for a weight that a transform of torch.func passes: the transform "
-                        "returns its gradient, and main_grad is out of its reach; make the module without "
+                        "returns the weight's gradient and cannot write to main_grad; make the module without "
                         "fuse_wgrad_accumulation"
                     )
                 self.require_reduced(weight)
@@ -88,12 +88,12 @@ class WeightGradients:
             raise UnsupportedError(said)
 
     def marks(self, weight: Tensor) -> bool:
-        """Whether backward sets the weight's `grad_added_to_main_grad`."""
+        """Returns whether backward sets the weight's `grad_added_to_main_grad`."""
         return self.options.fuse and getattr(weight, "grad_added_to_main_grad", None) is not None
 
     def run(self) -> None:
-        """Computes the gradients that wait, oldest first. Those of one weight are added, and reach it as one.
-        **Raises** ValueError, and keeps them, if a weight does not require a gradient any more."""
+        """Computes the gradients that wait, oldest first. Several gradients of one weight reach it as their sum.
+        **Raises** ValueError, and keeps the gradients, if a weight does not require a gradient any more."""
         waiting: dict[int, tuple[Sink, list[Any]]] = {}
         for sink, wgrad in self.queue:
             waiting.setdefault(id(sink.weight), (sink, []))[1].append(wgrad)
@@ -114,15 +114,15 @@ class WeightGradients:
 
 
 class Sink:
-    """Takes one weight's gradients in backward. `marks`: autograd gets zeros for the weight instead of nothing. `dry`:
-    the forward was a dry run."""
+    """Takes one weight's gradients in backward. `marks`: whether autograd gets zeros for the weight instead of nothing.
+    `dry`: whether the forward was a dry run."""
 
     def __init__(self, owner: WeightGradients, weight: Tensor) -> None:
         self.owner, self.weight, self.dry = owner, weight, STATE.dry
         self.marks = owner.marks(weight) and not (owner.options.delay or self.dry)
 
     def buffers(self) -> list[Tensor]:
-        """The tensors that backward adds to."""
+        """Returns the buffers to which backward adds: the weight's `main_grad`, or none."""
         return [main_grad(self.weight)] if self.owner.options.fuse else []
 
     def how(self) -> str:
@@ -130,21 +130,21 @@ class Sink:
         return "keep" if self.dry else "overwrite" if overwrites(self.weight) else "add"
 
     def stand_in(self) -> Tensor:
-        """Returns the tensor that forward reads: for a weight whose gradient waits, its values, to which its hooks do
-        not apply."""
+        """Returns the tensor that forward reads: the weight, or, if its gradient waits, a leaf with the weight's values
+        and without its hooks."""
         if self.dry or not (self.owner.options.delay and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.weight
         if transforms_active():
             raise UnsupportedError(
-                "delay_wgrad_compute inside of a transform of torch.func: the transform returns what backward "
-                "computes, and this gradient waits for backward_dw; make the module without delay_wgrad_compute"
+                "delay_wgrad_compute inside of a transform of torch.func: the transform returns the gradients that "
+                "backward computes, and this one waits for backward_dw; make the module without delay_wgrad_compute"
             )
         made = self.weight.detach().requires_grad_()
         _stand_ins[made] = [self.weight, self.weight.grad_fn, *_leaves(self.weight)]
         return made
 
     def accept(self, wgrad: Any) -> Tensor | None:
-        """Computes the gradient or keeps it for `backward_dw`; returns what autograd gets."""
+        """Computes the gradient, or keeps it for `backward_dw`. Returns the gradient that autograd gets, or None."""
         if self.dry:
             return None
         if self.owner.options.delay:
@@ -153,7 +153,7 @@ class Sink:
         return self.added([wgrad])
 
     def delivered(self, wgrads: list[Any]) -> Tensor | None:
-        """Computes the gradients that waited; returns what autograd gets."""
+        """Computes the gradients that waited. Returns the gradient that autograd gets, or None."""
         if self.owner.options.fuse:
             return self.added(wgrads)
         total = wgrads[0].compute()
@@ -162,7 +162,7 @@ class Sink:
         return total
 
     def added(self, wgrads: list[Any]) -> Tensor | None:
-        """Adds gradients to `main_grad`; returns what autograd gets."""
+        """Adds gradients to `main_grad`. Returns the gradient that autograd gets, zeros or None."""
         for wgrad in wgrads:
             accumulate(wgrad, main_grad(self.weight), overwrites(self.weight))
         if not self.owner.marks(self.weight):
@@ -171,14 +171,15 @@ class Sink:
         return torch.zeros(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
 
 
-# Those that live, with their weights, and the nodes and parameters that these are computed from. No weight has a weak
-# reference: torch swaps no tensor that has one (`torch.__future__.set_swap_module_params_on_conversion`).
+# The living leaves that `Sink.stand_in` made, each with its weight and the nodes and parameters from which the weight
+# is computed. The weights are not referenced weakly: torch swaps no tensor that has a weak reference
+# (`torch.__future__.set_swap_module_params_on_conversion`).
 _stand_ins = WeakIdKeyDictionary()
 
 
 def _asked_for_what_waits(tensors: Any, inputs: Any, accumulate: bool) -> Any:
-    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`. `tensors`: where
-    it begins. Both are tensors or edges of the graph."""
+    """Makes a backward pass that is asked for the gradient of a weight compute it for `backward_dw`. `tensors`: those
+    at which the pass begins. `inputs`: those whose gradients it is asked for. Both are tensors or edges of a graph."""
     if not _stand_ins:
         return inputs
     asked = [getattr(t.node, "variable", t.node) if isinstance(t, GradientEdge) else t for t in inputs]
@@ -190,7 +191,7 @@ def _asked_for_what_waits(tensors: Any, inputs: Any, accumulate: bool) -> Any:
     if any([id(made) in reached for made in waiting]):
         raise UnsupportedError(
             "delay_wgrad_compute and autograd.grad for a layer's weight: its gradient waits for backward_dw, "
-            "which adds it to weight.grad; take backward(), or make the module without delay_wgrad_compute"
+            "which adds it to weight.grad; use backward(), or make the module without delay_wgrad_compute"
         )
     return inputs
 
@@ -213,12 +214,12 @@ class _Delivery(torch.autograd.Function):
 
 
 def overwrites(weight: Tensor) -> bool:
-    """Whether a backward replaces what `main_grad` holds."""
+    """Returns whether a backward replaces the values of `main_grad`."""
     return bool(getattr(weight, "overwrite_main_grad", False))
 
 
 def main_grad(weight: Tensor) -> Tensor:
-    """A weight's gradient buffer. **Raises** ValueError if it has none that fits."""
+    """Returns a weight's gradient buffer. **Raises** ValueError if the weight has none that fits."""
     acc = getattr(weight, "main_grad", None)
     if not isinstance(acc, Tensor):
         raise ValueError(
@@ -231,12 +232,15 @@ def main_grad(weight: Tensor) -> Tensor:
             f"{describe(acc)}"
         )
     if not acc.is_contiguous():
-        raise ShapeError("weight.main_grad must be contiguous: it is written in place")
+        raise ShapeError(
+            f"weight.main_grad must be contiguous, since it is written in place, got strides {acc.stride()}; set it to "
+            "weight.main_grad.contiguous()"
+        )
     return acc
 
 
 class Buffer:
-    """A buffer that a node adds a weight's gradient to. `how`: "add", "overwrite" or "keep"."""
+    """A buffer to which a node adds a weight's gradient. `how`: "add", "overwrite" or "keep"."""
 
     marks = False
 
@@ -251,19 +255,20 @@ class Buffer:
 # --- reducers --------------------------------------------------------------------------------------------------------
 
 
-# By the ids of gathered parameters, which FSDP2 keeps for good, and which a group holds: a key that is the parameter
-# would be kept alive by its own value.
+# The groups of gathered parameters, by the parameters' ids. FSDP2 keeps a gathered parameter as long as its group, so
+# an id stays the parameter's own. A parameter as the key would be kept alive by its value, a group that refers to it.
 _groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def fsdp_group(weight: Tensor) -> Any:
-    """The group of FSDP2 to which a weight belongs as forward sees it, gathered; None for other weights."""
+    """Returns the FSDP2 group to which a weight belongs, in the gathered form that forward sees; None for others."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
     known = _groups.get(id(weight))
     if known is not None and _holds(known, weight):
         return known
-    # No comprehension: Dynamo would trace it as a function, and take its weak references for what they refer to.
+    # This is a loop because Dynamo would trace a comprehension as a function and confuse its weak references with the
+    # objects to which they refer.
     for made in module_states():
         for group in groups_of(made()):
             if _holds(group, weight):
@@ -277,13 +282,13 @@ def _holds(group: Any, weight: Tensor) -> bool:
 
 
 def _reduces(ddp: DistributedDataParallel, leaves: list[Tensor]) -> bool:
-    """Whether a wrapper reduces the gradient of one of these parameters."""
+    """Returns whether DistributedDataParallel reduces the gradient of one of these parameters."""
     return any([p is leaf for p in reduced_parameters(ddp) for leaf in leaves])
 
 
 def _leaves(t: Any) -> list[Tensor]:
-    """The leaves of the graph that a tensor, or an edge of it, is computed from: a weight itself, unless it is
-    parametrized."""
+    """Returns the leaves of the graph from which a tensor, or the tensor of an edge, is computed. For a weight that is
+    not parametrized that is the weight itself."""
     begin: Any = t.node if isinstance(t, GradientEdge) else t.grad_fn
     if begin is None:
         return [t]  # type: ignore[list-item]
@@ -298,18 +303,19 @@ def _leaves(t: Any) -> list[Tensor]:
 
 
 def _of_flat_parameter(weight: Tensor, leaves: list[Tensor]) -> bool:
-    """Whether a weight is a view of a flat parameter of FullyShardedDataParallel, or computed from one."""
+    """Returns whether a weight is a view of a flat parameter of FullyShardedDataParallel, or computed from one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any([isinstance(t, fsdp.FlatParameter) for t in (weight._base, *leaves)])
 
 
 def _missed(fuse: bool, weight: Tensor) -> str:
-    """Why a reducer would miss a weight's gradient, or nothing."""
+    """Returns the reason why a reducer would miss a weight's gradient, as an error message; "" if there is none."""
     leaves = _leaves(weight)
     if _of_flat_parameter(weight, leaves):
         return (
-            "fuse_wgrad_accumulation and delay_wgrad_compute under FullyShardedDataParallel: it reduces the "
-            "gradient of its flat parameter once, in backward; shard by fully_shard, or make the module without them"
+            "fuse_wgrad_accumulation and delay_wgrad_compute under FullyShardedDataParallel: the wrapper reduces the "
+            "gradient of its flat parameter once, in backward; shard by fully_shard, or make the module without these "
+            "options"
         )
     ddp = active_ddp()
     wrapped = ddp is not None and (fuse or ddp.find_unused_parameters or ddp.static_graph) and _reduces(ddp, leaves)
@@ -317,7 +323,7 @@ def _missed(fuse: bool, weight: Tensor) -> str:
     if fuse and (wrapped or sharded):
         who = "DistributedDataParallel" if wrapped else "FSDP2 (fully_shard)"
         return (
-            f"fuse_wgrad_accumulation under {who}: it reduces weight.grad over the ranks, and nothing would reduce "
+            f"fuse_wgrad_accumulation under {who}, which reduces weight.grad over the ranks: nothing would reduce "
             "weight.main_grad; make the module without fuse_wgrad_accumulation"
         )
     if sharded:
@@ -329,16 +335,16 @@ def _missed(fuse: bool, weight: Tensor) -> str:
     if ddp is not None and wrapped:
         option = "find_unused_parameters" if ddp.find_unused_parameters else "static_graph"
         return (
-            f"delay_wgrad_compute under DistributedDataParallel with {option}=True: it would take a weight whose "
-            f"gradient waits for backward_dw for one that got none; leave {option} off, or make the module without "
-            "delay_wgrad_compute"
+            f"delay_wgrad_compute under DistributedDataParallel with {option}=True: the wrapper would treat a weight "
+            f"whose gradient waits for backward_dw as one without a gradient; leave {option} off, or make the module "
+            "without delay_wgrad_compute"
         )
     return ""
 
 
 def require_while_tracing(context: Any, module: Any) -> None:
-    """Runs where Dynamo traces a module, its local `self`, and before each run of the graph; there a gradient that
-    would be missed makes Dynamo trace again. **Raises** what `WeightGradients.require_reduced` raises."""
+    """Checks, while Dynamo traces a module, that no reducer would miss its gradients, and adds a guard to the graph: if
+    a reducer would miss one later, Dynamo traces again. **Raises** what `WeightGradients.require_reduced` raises."""
     gradients: WeightGradients | None = module._weight_gradients
     if gradients is None or not gradients.options.fuse:
         return
@@ -348,7 +354,7 @@ def require_while_tracing(context: Any, module: Any) -> None:
 
 
 def _weights(module: Any) -> list[Tensor]:
-    """A module's parameters that have a main_grad, those of which gradients go there among them."""
+    """Returns a module's parameters that have a main_grad. The weights whose gradients go there are among them."""
     return [p for p in module.parameters() if isinstance(getattr(p, "main_grad", None), Tensor)]
 
 
@@ -356,7 +362,7 @@ def _weights(module: Any) -> list[Tensor]:
 
 
 def _with(stage: Any, option: str) -> str:
-    """The name of a module of a pipeline's stage that has an option ("fuse" or "delay"), or nothing."""
+    """Returns the name of a module of a pipeline's stage that has an option ("fuse" or "delay"); "" if none has."""
     for name, module in stage.submod.named_modules():
         gradients = getattr(module, "_weight_gradients", None)
         if gradients is not None and getattr(gradients.options, option):
@@ -365,7 +371,7 @@ def _with(stage: Any, option: str) -> str:
 
 
 def _before_backward(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what a stage calls once, before its first step with a backward."""
+    """Wraps the method that a stage calls once, before its first step with a backward."""
 
     @functools.wraps(prepare)
     def prepared(stage: Any, *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +379,7 @@ def _before_backward(prepare: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError(
                 f"delay_wgrad_compute in a schedule of torch.distributed.pipelining: {name} would compute its weight "
                 "gradients after the schedule has scaled and reduced gradients; make it without delay_wgrad_compute, "
-                "and take a zero-bubble schedule, which asks layers for input and weight gradients apart"
+                "and use a zero-bubble schedule, which asks layers for input and weight gradients separately"
             )
         return prepare(stage, *args, **kwargs)
 
@@ -381,13 +387,13 @@ def _before_backward(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaling(scale_grads: Callable[..., None]) -> Callable[..., None]:
-    """Wraps what divides the gradients of a stage by the number of its microbatches."""
+    """Wraps the method that divides the gradients of a stage by the number of its microbatches."""
 
     @functools.wraps(scale_grads)
     def scaled(stage: Any, grad_scale_factor: int) -> None:
         if grad_scale_factor != 1 and (name := _with(stage, "fuse")):
             raise UnsupportedError(
-                f"fuse_wgrad_accumulation in a schedule with scale_grads=True: it divides weight.grad by "
+                f"fuse_wgrad_accumulation in a schedule with scale_grads=True: the schedule divides weight.grad by "
                 f"{grad_scale_factor}, and would leave weight.main_grad of {name} as it is; make the schedule with "
                 "scale_grads=False and divide the loss, or make the module without fuse_wgrad_accumulation"
             )

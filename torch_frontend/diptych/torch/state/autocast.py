@@ -25,7 +25,7 @@ from diptych.common.errors import HighPrecisionWarning
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch.graph.eager_only import outside
 from diptych.torch.graph.engine import run_part
-from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
+from diptych.torch.primitives import constants  # registers recipes, before any of them is traced  # noqa: F401
 from diptych.torch.private.autograd import backward_pass
 from diptych.torch.private.functorch import hide_transforms, transforms_active
 from diptych.torch.private.graphs import exporting
@@ -41,11 +41,12 @@ class _State(threading.local):
         self.calibrating: Recipe | None = None
         self.amax_groups: Mapping[str, Any] = {}
         self.dry = False  # inside of `dry_run`
-        # Inside of a checkpoint that was entered where calls record: the reentrant kind runs its forward without grad.
+        # True inside of a checkpoint that was entered where calls record. Grad mode does not tell, since the reentrant
+        # kind of checkpoint runs its forward without it.
         self.taped = False
-        self.inside = False  # inside of a region, of one with enabled=False too
-        self.played = False  # a recomputation runs: where it is in no region, its forward was in none either
-        self.depth = 0  # of regions that quantize or calibrate
+        self.inside = False  # True inside of any region, also of one with enabled=False
+        self.played = False  # True while a recomputation runs, which is in a region only if its forward was in one
+        self.depth = 0  # the number of regions around a call that quantize or calibrate
         # Delayed scales are updated once in each outermost region. Eager code compares the region's number; graphs,
         # which cannot guard on a value that each step changes, compare a counter, int64 [1] on each device.
         self.region = 0
@@ -55,18 +56,18 @@ class _State(threading.local):
 STATE = _State()
 _regions = itertools.count(1)
 _REGION = ("recipe", "calibrating", "amax_groups", "depth", "dry", "taped", "inside", "played", "steps")
-# A call finds this in a backward pass, until a region is entered there or a recomputation begins. A region that is
-# entered there begins no step of delayed scaling, hence the depth.
+# The values of `_REGION` that a call finds in a backward pass, until a region is entered there or a recomputation
+# begins. A region that is entered in a backward pass begins no step of delayed scaling, so the depth is 1.
 _IN_BACKWARD = (None, None, {}, 1, False, False, False, False)
 
 
 def region() -> list[Any]:
-    """Returns all that a call reads of this thread's region."""
+    """Returns the values of this thread's region, all that a call reads, in the order of `_REGION`."""
     return [getattr(STATE, name) for name in _REGION]
 
 
 def enter_region(held: list[Any]) -> None:
-    """Makes what `region` returned this thread's region again."""
+    """Restores the region of which `held` has the values, as `region` returned them, in this thread."""
     for name, value in zip(_REGION, held, strict=True):
         setattr(STATE, name, value)
 
@@ -99,14 +100,14 @@ def outside_of_regions(run: F) -> F:
     return run_outside  # type: ignore[return-value]
 
 
-# Functions of the tensors that a pass begins at, of those whose gradients it is asked for (`inputs=`), and of whether
-# it accumulates them: each returns those that the pass computes instead.
+# Functions that change which gradients a backward pass computes. Each gets the tensors at which the pass begins, the
+# tensors whose gradients it is asked for (`inputs=`), and whether it accumulates these; it returns other `inputs`.
 ASKED_OF_BACKWARD: list[Callable[[Any, Any, bool], Any]] = []
 
 
 def unrecorded() -> bool:
-    """Whether this is a backward pass, outside of recomputations and of regions that were entered in it: nothing says
-    then which region a call belongs to."""
+    """Returns whether it is unknown which region a call belongs to: in a backward pass, outside of recomputations and
+    of regions that were entered in the pass."""
     return not (STATE.inside or STATE.played) and backward_pass() != -1
 
 
@@ -115,11 +116,12 @@ class _Process:
 
 
 def warn_without_regions(module: str) -> None:
-    """Called where a module without a recipe trains outside of regions. Warns once if the process never entered one."""
+    """Warns, once, that a module without a recipe trains in high precision, if this process never entered a region.
+    Modules call this when they train outside of regions."""
     if not _Process.entered:
         _Process.entered = True
         warnings.warn(
-            f"{module} runs in high precision: enter dt.autocast(recipe=...), or give the module a recipe "
+            f"{module} runs in high precision: enter diptych.torch.autocast(recipe=...), or give the module a recipe "
             "(no region was entered in this process so far; reported once)",
             HighPrecisionWarning,
             stacklevel=4,
@@ -127,7 +129,7 @@ def warn_without_regions(module: str) -> None:
 
 
 def make_step_counter(device: torch.device) -> Tensor:
-    """This thread's count of outermost regions on a device."""
+    """Returns this thread's count of outermost regions, a tensor int64 [1] on a device. The first call makes it."""
     key = str(device)
     if key not in STATE.steps:
         with torch.inference_mode(False):
@@ -154,7 +156,7 @@ def _is_being_imported(module: Any) -> bool:
 
 
 def _before_steps_are_traced(context: Any) -> None:
-    """Runs where Dynamo traces the entry of a region: it sees no counter that is made later."""
+    """Makes the step counters while Dynamo traces the entry of a region: it does not see a counter made later."""
     _at_entry()
     made = [make_step_counter(torch.device("cpu"))]
     if torch.cuda.is_initialized():
@@ -166,12 +168,12 @@ def _before_steps_are_traced(context: Any) -> None:
 
 
 def is_autocast_enabled() -> bool:
-    """Whether this thread is inside an enabled `autocast` region."""
+    """Returns whether this thread is inside an enabled `autocast` region."""
     return STATE.recipe is not None
 
 
 def get_autocast_recipe() -> Recipe | None:
-    """The recipe of this thread's innermost region; None outside of regions and in a disabled one."""
+    """Returns the recipe of this thread's innermost region; None outside of regions and in a disabled one."""
     return STATE.recipe
 
 
@@ -180,7 +182,7 @@ def amax_group(recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False)
 
     `delayed`: the amaxes are those of delayed scaling, which the region may reduce though the recipe names no group.
 
-    **Raises** ValueError if the region does not name it.
+    **Raises** ValueError if the region does not name the recipe's group.
     """
     if not recipe.amax_group:
         return groups.get("") if delayed else None
@@ -226,7 +228,8 @@ class autocast:
     ) -> None:
         if amax_reduction_group is not None:
             amax_groups = {**(amax_groups or {}), "": amax_reduction_group}
-        # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
+        # While Dynamo traces with torch 2.11, isinstance sees a wrapper in place of a recipe. A recipe that is wrong
+        # makes `Linear` fail then.
         if not torch.compiler.is_compiling():
             require_switches("autocast", enabled=enabled, calibrating=calibrating)
             require_recipe("autocast", recipe)
@@ -242,12 +245,12 @@ class autocast:
         if not compiling:
             _at_entry()
         counted = self.enabled or self.calibrating
-        # An exported program counts no steps. Nor does a backward pass.
+        # Neither an exported program nor a backward pass counts steps.
         if counted and STATE.depth == 0 and not exporting():
             if compiling:
-                if transforms_active():  # the counters are not their tensors
+                if transforms_active():  # a transform of torch.func cannot write to the counters
                     return outside(self.__enter__)
-                from diptych.torch.private.dynamo import comptime  # importing it takes a second
+                from diptych.torch.private.dynamo import comptime  # importing torch._dynamo takes a second
 
                 comptime(_before_steps_are_traced)
                 _count_step()
@@ -301,20 +304,20 @@ class autocast:
 
 
 def recording() -> bool:
-    """Whether a call that begins now, of a module in training, records amaxes, counts as a step and uses up random
-    offsets: in grad mode, or in a checkpoint that was entered in it, and not in a dry run."""
+    """Returns whether a call that begins now, of a module in training, records amaxes, counts as a step and uses up
+    random offsets. It does in grad mode, or in a checkpoint that was entered in grad mode, but not in a dry run."""
     return not STATE.dry and (torch.is_grad_enabled() or STATE.taped)
 
 
 class dry_run:
     """Region whose calls leave no trace in states: a context manager and a decorator, free to nest.
 
-    Modules quantize as they would, by the scales as they are. They record no amax, update no scale, count as no step
-    and use up no offset of a random generator; nor do their backwards, wherever these run, which drop weight gradients
-    that would go to `main_grad` or wait for `backward_dw`. Without it the same holds
-    for calls in evaluation or without grad mode. Use it for training-mode calls on data that is not trained on: shape
-    inference, warm-ups, profiling. The shape inference of torch.distributed.pipelining is a dry run by itself. In a
-    calibrating region nothing is collected either.
+    Modules quantize as usual, by the present scales. They record no amax, update no scale, count as no step and use up
+    no offset of a random generator. The same holds for their backwards, wherever these run; they also drop weight
+    gradients that would go to `main_grad` or wait for `backward_dw`. In a calibrating region nothing is collected.
+    Calls in evaluation or without grad mode leave no trace in states without `dry_run`. Use it for calls in training
+    mode on data that is not trained on: shape inference, warm-ups, profiling. The shape inference of
+    torch.distributed.pipelining is a dry run by itself.
     """
 
     def __init__(self) -> None:
@@ -345,17 +348,17 @@ class dry_run:
         return wrapped  # type: ignore[return-value]
 
 
-# By a method of torch's stages, of which some are there in some versions only: what wraps it.
+# Functions that wrap methods of torch's pipeline stages, by the method's name. A version of torch may lack a method.
 STAGE_METHODS: dict[str, Callable[[Any], Any]] = dict.fromkeys(INFERENCE, dry_run())
 _recognized: dict[tuple[str, str], Any] = {}
 
 
 def recognize_pipelines() -> None:
-    """Wraps methods of the stages of torch.distributed.pipelining, if that is imported; its shape inference becomes a
-    dry run.
+    """Wraps methods of the stages of torch.distributed.pipelining, if that module is imported, so that their shape
+    inference becomes a dry run.
 
-    It may run in grad mode on uninitialised memory, where neither a module nor a graph's guards can tell it from
-    training.
+    Shape inference may run in grad mode on uninitialised memory, where neither a module nor a graph's guards can tell
+    it from training.
     """
     for kind in STAGE_CLASSES:
         stage: Any = getattr(sys.modules.get(STAGES), kind, None)
@@ -367,4 +370,5 @@ def recognize_pipelines() -> None:
 
 
 AT_ENTRY: dict[str, Callable[[], None]] = {STAGES: recognize_pipelines}
-"""By the name of a module of torch that may be imported late: what is done once with it where a region is entered."""
+"""Functions by the name of a module of torch, which may be imported late. The first region that is entered after the
+module was imported runs its function, once."""

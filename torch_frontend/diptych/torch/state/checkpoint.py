@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """The record of one call: the random offsets, scales and the like that it used. `states`: what held its scales,
-    where its backward finds those of gradients."""
+    """The record of one call: the scales, random state and the like that the call used. `states`: the object that held
+    the scales, in which backward finds the scales of gradients."""
 
     module: nn.Module | None
     layer: str
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
     states: Any
     rng: Tensor | None
     record: bool = True
-    seen: Tensor | None = None  # in a graph: the step of the update that made its scales
+    seen: Tensor | None = None  # the step of the update that made the scales, if a graph made the call
 
 
 class _Stack(threading.local):
@@ -73,8 +73,8 @@ _STACK = _Stack()
 
 
 class _Tape(list[Entry]):
-    """The entries of one checkpoint. It is made where the checkpoint is entered, whose grad mode decides whether its
-    calls record."""
+    """The entries of one checkpoint. A tape is made where its checkpoint is entered, since the grad mode there decides
+    whether the checkpoint's calls record."""
 
     region: list[Any]
 
@@ -122,26 +122,27 @@ class PlayingBack(AbstractContextManager):  # type: ignore[type-arg]
                 return None
             ran = "none" if entry is None else type(entry.module).__name__
             raise UnsupportedError(
-                f"checkpoint: the recomputation runs {type(module).__name__} as its call {self.position} with state, "
-                f"and the forward ran {ran}; both must run the same"
+                f"checkpoint: the recomputation runs {type(module).__name__} as call {self.position} of a module with "
+                f"state, and the forward ran {ran} there; both must run the same modules in the same order"
             )
         self.position += 1
         return entry
 
 
 def backward_ahead() -> bool:
-    """Whether a backward may follow a call that begins now: in grad mode, or in a checkpoint that was entered in it."""
+    """Returns whether a backward may follow a call that begins now. It may in grad mode, or in a checkpoint that was
+    entered in grad mode."""
     return torch.is_grad_enabled() or any([context.tape.grad for context in _STACK.contexts])
 
 
 def taping() -> bool:
-    """Whether a tape is running, which `tape_call` writes."""
+    """Returns whether a tape is running, on which `tape_call` writes."""
     return bool(_STACK.contexts)
 
 
 def taped_call(module: nn.Module | None, layer: str, optional: bool = False) -> Entry | None:
-    """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does.
-    `optional`: None, too, where the forward wrote no such entry next."""
+    """Returns the entry of the call that a module makes, if a recomputation plays a tape back, else None. `optional`:
+    returns None, instead of raising, if the tape's next entry belongs to another call."""
     if not _STACK.contexts:
         return None
     recorders = []
@@ -164,8 +165,8 @@ def tape_call(
     record: bool = True,
     seen: Tensor | None = None,
 ) -> None:
-    """Writes a call onto the tapes that are running. `states`: ScaleStates or None. `used`: the scales that the call
-    uses, which hold those of `states` from its region on. `record`: whether it records."""
+    """Writes a call onto the tapes that are running. `states`: the `ScaleStates` whose scales the tape copies, or None.
+    `used`: the entry's `states`. `record`: whether the call records."""
     if not taping():
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
@@ -175,14 +176,14 @@ def tape_call(
 
 # --- selective checkpoints, outside of graphs ------------------------------------------------------------------------
 #
-# torch's modes pair the ops of a recomputation with those of its forward, by their order. Ops that touch states alone
-# run once, in the forward; the modes do not see them.
+# torch's modes pair the ops of a recomputation with those of its forward, by their order. Ops that touch nothing but
+# states run once, in the forward, so they are hidden from the modes.
 
 _SELECTIVE = (CachingMode, CachedMode)
 
 
 def selective() -> bool:
-    """Whether a selective checkpoint sees the ops of this thread."""
+    """Returns whether a selective checkpoint sees the ops of this thread."""
     if torch.compiler.is_compiling() or not mode_count():
         return False
     return any(isinstance(mode, _SELECTIVE) for mode in mode_stack())
@@ -209,7 +210,8 @@ def aside(fn: Callable[..., T], *args: Any) -> T:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` for torch.utils.checkpoint (non-reentrant), directly or through another library's options."""
+    """Returns the contexts of a checkpoint's forward and recomputation. Give this function to torch.utils.checkpoint
+    (non-reentrant) as `context_fn`, directly or through another library's options."""
     if fake_mode() is not None:
         return _graph_contexts()
     tape = _Tape()
@@ -223,7 +225,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 class _Saving(CachingMode):
-    """torch's mode that tags the nodes of a checkpoint, recognizable by the ops that it runs."""
+    """torch's mode that tags the nodes of a checkpoint. While it runs an op, `_STACK.saves` tells whether the graph
+    saves the op's results."""
 
     @staticmethod
     def of(mode: Any) -> _Saving:
@@ -233,7 +236,7 @@ class _Saving(CachingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         held = _STACK.saves
-        # A checkpoint of torch's own inside of this one tags the node last, and for recomputing (2.13 on).
+        # From torch 2.13 on, a checkpoint of torch's own inside of this one tags the node last, to be recomputed.
         own = getattr(self, "ac_graph_id", None)
         innermost = own is None or get_current_meta().get("ac_graph_id", own) == own
         _STACK.saves = func in SAVED and (held or innermost)
@@ -253,14 +256,14 @@ def _graph_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManag
 
 
 def require_saved(op: str) -> None:
-    """Called by the fake implementation of an op in `SAVED`.
+    """Checks that a graph saves the results of an op in `SAVED`, whose fake implementation calls this.
 
-    **Raises** NotImplementedError where a graph would recompute it.
+    **Raises** NotImplementedError if the graph would recompute the op.
     """
     if get_current_meta().get("recompute") and not _STACK.saves:
         raise UnsupportedError(
-            f"{op} inside of a compiled checkpoint: the recomputation would find other scales or random bits than the "
-            "forward; use diptych.torch.checkpoint, or torch.utils.checkpoint with "
+            f"{op} cannot run inside of this compiled checkpoint: the recomputation would find other scales or random "
+            "bits than the forward; use diptych.torch.checkpoint, or torch.utils.checkpoint with "
             "context_fn=diptych.torch.checkpoint_contexts"
         )
 
@@ -309,13 +312,14 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
+    """Runs a function as torch.utils.checkpoint.checkpoint does. The recomputation of modules with state gives the bits
+    of the forward.
 
-    **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
-    Outside of compiled code a selective checkpoint's policy sees diptych's ops by name
-    (`torch.ops.diptych.gemm.default`), but no op that touches states alone. Inside of compiled code the graph
-    recomputes, and both kinds are the same; a `context_fn` of your own replaces diptych's there, which works for
-    recipes without state only. Around compiled code the region may lie outside of the checkpoint.
+    **Arguments:** those of torch's function, with `use_reentrant` False or True. A `context_fn` of your own is entered
+    around diptych's. Outside of compiled code a selective checkpoint's policy sees diptych's ops by name
+    (`torch.ops.diptych.gemm.default`), but no op that touches nothing but states. Inside of compiled code the graph
+    recomputes, and `use_reentrant` makes no difference; there a `context_fn` of your own replaces diptych's, so that
+    only recipes without state work. If compiled code runs inside of the checkpoint, the region may lie outside of it.
     `get_rng_state_tracker`: returns an object with `get_states` and `set_states`, such as Megatron's tracker of CUDA
     random states, which is set for the recomputation as it was in the forward; not inside of compiled code.
     `distribute_saved_activations`: must be False. `tp_group`: accepted and ignored, as only that option reads it.
@@ -328,7 +332,9 @@ def checkpoint(
     absorb("checkpoint", {"distribute_saved_activations": distribute_saved_activations})
     if get_rng_state_tracker is not None:
         if torch.compiler.is_compiling():
-            raise UnsupportedError("checkpoint: a graph knows no get_rng_state_tracker; checkpoint outside of it")
+            raise UnsupportedError(
+                "checkpoint: get_rng_state_tracker cannot be used in compiled code; call checkpoint outside of it"
+            )
         function = _Tracked(function, get_rng_state_tracker)
     if torch.compiler.is_compiling():
         kwargs.setdefault("context_fn", checkpoint_contexts)
@@ -338,9 +344,9 @@ def checkpoint(
 
 # --- torch's own checkpoints and backward passes ----------------------------------------------------------------------
 #
-# torch looks the names below up when it is called, so a `checkpoint` or `backward` that was imported earlier is served
-# too. Where a version of torch lacks one of them it is left out: a module that is recomputed then finds no region, and
-# refuses by name if it had one (`QuantizedModule`).
+# torch looks the replaced names up in each call, so a `checkpoint` or `backward` that was imported earlier is served
+# too. A name that a version of torch lacks is left out: a module that is recomputed then finds no region, and raises an
+# error if its forward ran in one (`QuantizedModule`).
 
 
 class _Both(AbstractContextManager):  # type: ignore[type-arg]
@@ -399,7 +405,7 @@ def _contexts_of(fn: Any, given: Any, debug: bool) -> Any:
     def contexts() -> Any:
         return [_Both(*pair) for pair in zip(checkpoint_contexts(), given(), strict=True)]
 
-    # torch refuses contexts together with `debug`; a checkpoint in a graph recomputes by the graph.
+    # torch refuses contexts together with `debug`. In a graph, the graph itself recomputes and needs no contexts.
     forced = debug_forced()
     debugged = debug if forced is None else forced
     known = isinstance(fn, Taped) or given is checkpoint_contexts
@@ -418,7 +424,7 @@ def _taped_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replaces an attribute by `wrap` of it, once."""
+    """Replaces an attribute by `wrap(attribute)`, unless `wrap` has wrapped it already."""
     held = getattr(owner, name, None)
     by = getattr(held, "wrapped_by_diptych", ())
     if held is not None and wrap not in by:
@@ -452,8 +458,8 @@ _frames = [function.__code__ for function in _ENTERED]
 
 
 def _skip_frames() -> None:
-    """Makes Dynamo, once it is imported, not trace frames of regions and of this mechanism by themselves, where a graph
-    breaks inside of a region or around a checkpoint or a backward pass: `STATE` would be wrong afterwards."""
+    """Keeps Dynamo from compiling the functions of regions, checkpoints and backward passes by themselves, as it does
+    where a graph breaks inside of them: `STATE` would be wrong afterwards. Runs once Dynamo is imported."""
     from diptych.torch.private.dynamo import skip_code
 
     for code in _frames:

@@ -1,6 +1,6 @@
 """The states of delayed scaling and stochastic rounding, which travel from step to step as buffers beside a module.
 
-    <module>.scale_states.<state>.scale        float32 [1]   what the next quantize multiplies by
+    <module>.scale_states.<state>.scale        float32 [1]   the factor by which the next quantize multiplies
                                 .amax_history  float32 [L]   pending amax, then earlier ones, the newest last
                                 .fp8_max       float32 [1]   largest value of the element that the scale is for
     <module>.rng_state                         int32 [4]     seed and offset, each low word first
@@ -35,7 +35,7 @@ from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffer
 BUFFERS = ("scale", "amax_history", "fp8_max")
 _LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
 _ROUNDED = 1e-4  # the relative rounding error of fp8_max in averaged checkpoints
-
+_RESET = "if the module is to run that recipe, call reset_scale_states() before loading"
 
 _warned: set[Any] = set()
 
@@ -48,7 +48,7 @@ def warn_once(key: Any, message: str) -> None:
 
 
 def key_of(name: str) -> str:
-    """The key of a state name in a state dict: "input.fprop" is "input_fprop"."""
+    """Returns the key of a state name in a state dict: "input_fprop" for "input.fprop"."""
     return name.replace(".", "_")
 
 
@@ -104,7 +104,7 @@ class _Float32(nn.Module):
 
 
 class ScaleSlot(_Float32):
-    """The delayed-scaling state of one tensor. `quantizer` is None until a recipe has used a state that was loaded."""
+    """The delayed-scaling state of one tensor. `quantizer` is None if no recipe has used the state since loading."""
 
     scale: Tensor
     amax_history: Tensor
@@ -150,7 +150,7 @@ class ScaleSlot(_Float32):
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """Whether the tensors have values that can be read: none is on meta or fake."""
+    """Returns whether the tensors have values that can be read: none is fake or on the device meta."""
     return not any([t.is_meta for t in tensors]) and fake_mode(tensors) is None
 
 
@@ -161,7 +161,7 @@ class StepScales:
         self._tensors = dict(zip(names, zip(scales, histories, strict=True), strict=True))
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
-        """(scale, history) of a state."""
+        """Returns (scale, history) of a state."""
         return self._tensors[name]
 
     def record(self, name: str, amax: Tensor) -> None:
@@ -172,24 +172,25 @@ class StepScales:
 class ScaleStates(_Float32):
     """The delayed-scaling states of one linear layer, one `ScaleSlot` for each name in `LinearPlan.states`.
 
-    `diptych.torch.Linear` keeps one itself. For `diptych.torch.linear`: make it with a plan, `update()` once a step.
+    `diptych.torch.Linear` has its own. For `diptych.torch.linear` make it with a plan, and call `update()` once a step.
 
-    **Arguments:** `plan`: from `linear_plan(recipe, module, name)`; None: empty until `bind` or `load_state_dict`.
+    **Arguments:** `plan`: from `linear_plan(recipe, module, name)`. With None there are no states until `bind` or
+    `load_state_dict`.
     """
 
     seen: Tensor | None
     pending: Tensor
     graphed = False  # whether graphs record here; their buffers may exist before that
-    joint: Any = None  # JointUpdate that the next update is part of
+    joint: Any = None  # the JointUpdate to which the next update belongs
 
     def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # the region of the last update
-        self.register_buffer("seen", None, persistent=False)  # the same for graphs: the step counter then
-        for name in LOG:  # the buffers in which graphs record: update.py
+        self.register_buffer("seen", None, persistent=False)  # for graphs: the step counter at the last update
+        for name in LOG:  # graphs record in these buffers (update.py)
             self.register_buffer(name, None, persistent=False)
-        self.view: tuple[StepScales, list[int]] | None = None  # of this region, with the versions of its scales
+        self.view: tuple[StepScales, list[int]] | None = None  # this region's scales, with their version counters
         self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
         self.device = device
         if plan is not None:
@@ -199,11 +200,11 @@ class ScaleStates(_Float32):
         return f"{type(self).__name__}({', '.join(self._modules)})"
 
     def slots(self) -> dict[str, ScaleSlot]:
-        """The states by their keys."""
+        """Returns the states by their keys."""
         return {k: m for k, m in self._modules.items() if isinstance(m, ScaleSlot)}
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
-        """(scale, amax_history) of a state. **Raises** KeyError for an unknown name."""
+        """Returns (scale, amax_history) of a state. **Raises** KeyError for an unknown name."""
         buffers = self._modules[name if "." not in name else key_of(name)]._buffers  # type: ignore[union-attr]
         return buffers["scale"], buffers["amax_history"]  # type: ignore[return-value]
 
@@ -224,7 +225,7 @@ class ScaleStates(_Float32):
             self._check_loaded(loaded, wanted)
         lost = [key for key, slot in held.items() if key not in wanted or not _fits(slot, wanted[key])]
         if lost or len(held) != len(wanted):
-            self.collect()  # of those that stay
+            self.collect()  # the states that stay keep their recorded amaxes
         for key in lost:
             del self._modules[key]
         for key, want in wanted.items():
@@ -242,19 +243,19 @@ class ScaleStates(_Float32):
         said = "call reset_scale_states() to start anew"
         if loaded.keys() != wanted.keys():
             raise CheckpointError(
-                f"the loaded scale states are of {sorted(loaded)}, those of this recipe of {sorted(wanted)}: "
+                f"the loaded scale states are {sorted(loaded)}, and this recipe needs {sorted(wanted)}: they belong to "
                 f"another recipe; {said}"
             )
         for key, slot in loaded.items():
             if not _fits(slot, wanted[key]):
                 raise CheckpointError(
-                    f"the loaded scale state of {key!r} is for elements up to {slot.fp8_max.item():g}, "
-                    f"{wanted[key].quantizer.fp8_dtype} goes to {fp8_max(wanted[key].quantizer):g}: "
-                    f"another recipe; {said}"
+                    f"the loaded scale state {key!r} is for elements up to {slot.fp8_max.item():g}, and this recipe's "
+                    f"{wanted[key].quantizer.fp8_dtype} has elements up to {fp8_max(wanted[key].quantizer):g}: it "
+                    f"belongs to another recipe; {said}"
                 )
 
     def serves(self, plan: LinearPlan) -> bool:
-        """Whether binding a plan would leave every scale and history as it is."""
+        """Returns whether binding a plan would leave every scale and history as it is."""
         held = self.slots()
         return held.keys() == {key_of(s.name) for s in plan.states} and all(
             _fits(held[key_of(s.name)], s) and held[key_of(s.name)].amax_history.numel() == s.quantizer.amax_history_len
@@ -262,7 +263,8 @@ class ScaleStates(_Float32):
         )
 
     def scales_for(self, plan: LinearPlan) -> list[Tensor]:
-        """The scales by which a call of another plan runs that must change none: those that fit, and ones elsewhere."""
+        """Returns scales for a call by another plan that must not change states: the present scale of each state that
+        fits, and 1 for others."""
         found: list[Tensor] = []
         for want in plan.states:
             slot: Any = self._modules.get(key_of(want.name))
@@ -273,11 +275,11 @@ class ScaleStates(_Float32):
         return found
 
     def scale_device(self) -> Any:
-        """The device of the scales; that of the constructor where there are none."""
+        """Returns the device of the scales, or the one that the constructor was given if there are no scales."""
         return next((b.device for b in self.buffers()), self.device)
 
     def borrowed(self, plan: LinearPlan) -> ScaleStates:
-        """Returns states of their own for a call by another plan that records nothing.
+        """Returns new states, with the scales of `scales_for`, for a call by another plan that records nothing.
 
         **Raises** CheckpointError if a loaded state belongs to another recipe.
         """
@@ -314,7 +316,10 @@ class ScaleStates(_Float32):
             return None
         quantizers = tuple([s.quantizer for s in slots])
         if None in quantizers:
-            raise RuntimeError("ScaleStates.update: no recipe has used this state yet")
+            raise RuntimeError(
+                "ScaleStates.update: no recipe has used this state since it was loaded, so that its update is unknown; "
+                "call bind(plan) first"
+            )
         histories, scales = [s.amax_history for s in slots], [s.scale for s in slots]
         if self.plan is None:
             return update_all(histories, scales, self.recorded(), quantizers, group, shown=True)[0]
@@ -330,15 +335,15 @@ class ScaleStates(_Float32):
         return self
 
     def recorded(self) -> list[Tensor]:
-        """Buffers that graphs record in; none before there are graphs."""
+        """Returns the buffers in which graphs record; none if no graph records here."""
         return [self._buffers[name] for name in LOG] if self.ready_for_graphs() else []  # type: ignore[misc]
 
     def ready_for_graphs(self) -> bool:
-        """Whether graphs can record here."""
+        """Returns whether graphs can record here."""
         return self.graphed and self._buffers["pending"] is not None
 
     def prepare_for_graphs(self) -> None:
-        """Called before a graph that uses these states is traced."""
+        """Makes the states ready for a graph that is about to be traced."""
         self.make_graph_buffers()
         self.graphed = True
 
@@ -388,7 +393,7 @@ class ScaleStates(_Float32):
                 if "scale" in keys:
                     length = state_dict[f"{prefix}{name}.amax_history"].numel()
                     self._modules[name] = ScaleSlot(length, 0.0, device)
-                    self.plan = None  # whichever recipe used the states before: the next one looks at what was loaded
+                    self.plan = None  # the next recipe must check the loaded states, even if it used the former ones
                 else:
                     self._modules[name] = ScaleStates(None, device)
         for name in [n for n in self._modules if n not in tree]:
@@ -437,14 +442,14 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
     """
     for name, keys in tree.items():
         held = None if states is None else states._modules.get(name)
-        if "scale" not in keys and all("." in k for k in keys):  # a level of names
+        if "scale" not in keys and all("." in k for k in keys):  # `name` is a linear layer's, with states below it
             below = f"{prefix}{name}."
             check_tree(
                 keys_below(state_dict, below), state_dict, below, held if isinstance(held, ScaleStates) else None
             )
             continue
         if keys != set(BUFFERS):
-            raise CheckpointError(f"the scale state {prefix}{name} holds {sorted(keys)}, must hold {sorted(BUFFERS)}")
+            raise CheckpointError(f"the scale state {prefix}{name} has {sorted(keys)} and must hold {sorted(BUFFERS)}")
         for buffer in BUFFERS:
             t = state_dict[f"{prefix}{name}.{buffer}"]
             right = isinstance(t, Tensor) and t.dtype == torch.float32 and t.dim() == 1 and t.numel() > 0
@@ -460,13 +465,15 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
             largest = values["fp8_max"].item()
             if not math.isclose(largest, fp8_max(held.quantizer), rel_tol=_ROUNDED):
                 raise CheckpointError(
-                    f"{prefix}{name} is the state of elements up to {largest:g}, and the module's "
-                    f"{held.quantizer.fp8_dtype} go to {fp8_max(held.quantizer):g}: another recipe"
+                    f"{prefix}{name} is a state for elements up to {largest:g}, and the module's "
+                    f"{held.quantizer.fp8_dtype} has elements up to {fp8_max(held.quantizer):g}: it belongs to another "
+                    f"recipe; {_RESET}"
                 )
     bound = {} if states is None else {k: s for k, s in states.slots().items() if s.quantizer is not None}
     if bound and tree and bound.keys() != tree.keys():
         raise CheckpointError(
-            f"{prefix}* are states of {sorted(tree)}, and the module's of {sorted(bound)}: another recipe"
+            f"{prefix}* has the states {sorted(tree)}, and the module has {sorted(bound)}: they belong to another "
+            f"recipe; {_RESET}"
         )
 
 

@@ -1,14 +1,14 @@
 """Delayed scaling's update, eagerly and in graphs, and how graphs record amaxes.
 
-A graph runs the update in each forward, and the device decides whether it is a step's first (`seen`, `step`). What it
-records reaches the histories at the next update, or when they are saved:
+A graph runs the update in each forward, and the device decides whether it is a step's first (`seen`, `step`). Graphs
+record amaxes in buffers, which reach the histories at the next update, or when the histories are saved:
 
-    pending   float32 [n]     amaxes of forwards; written by forward graphs, which the update is part of
-    log       float32 [n, R]  those of backwards, with the number `written` of them (int64 [1])
-    taken     int64 [n]       how many of them the histories have
+    pending   float32 [n]     amaxes of forwards; forward graphs write them, and also run the update
+    log       float32 [n, R]  amaxes of backwards, with the number `written` of them (int64 [1])
+    taken     int64 [n]       the number of entries of the log that each history has taken
 
-Invariant: `log` and `written` are written by backward graphs alone, and read by forward graphs: so a layer may run
-forward again before its first backward, and hooks on saved tensors see none of this.
+Invariant: only backward graphs write `log` and `written`, and only forward graphs read them. So a layer may run
+forward again before its first backward, and hooks on saved tensors see none of these buffers.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ LOG = ("pending", "log", "written", "taken")
 
 
 def fp8_max(quantizer: Float8Quantizer) -> float:
-    """Largest finite value of a quantizer's element."""
+    """Returns the largest finite value of a quantizer's element."""
     return torch.finfo(getattr(torch, quantizer.fp8_dtype)).max
 
 
 def log_buffers(n: int, device: torch.device | str | None) -> dict[str, Tensor]:
-    """The buffers in which graphs record the amaxes of n states."""
+    """Returns new buffers in which graphs record the amaxes of n states."""
     return {
         "pending": torch.zeros(n, dtype=torch.float32, device=device),
         "log": torch.zeros(n, LOGGED, dtype=torch.float32, device=device),
@@ -103,11 +103,14 @@ def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None)
     amax: Any = algo(history.clone()[None], last)
     if not isinstance(amax, Tensor):
         raise ArgumentError(
-            f"amax_compute_algo returned {type(amax).__name__}; it must return a tensor, the amax of each of the 1 "
-            "tensors whose histories it was given"
+            f"DelayedScaling's amax_compute_algo returned {type(amax).__name__}; the function must return a tensor "
+            "float32[1], the amax chosen from the history [1, L] that it was given"
         )
     if amax.dtype != torch.float32 or tuple(amax.shape) != (1,) or amax.device != history.device:
-        raise ValueError(f"amax_compute_algo must return float32[1] on {history.device}, got {describe(amax)}")
+        raise ValueError(
+            f"DelayedScaling's function amax_compute_algo must return float32[1] on {history.device}, got "
+            f"{describe(amax)}"
+        )
     return amax.detach().contiguous()
 
 
@@ -123,8 +126,9 @@ def update_all(
 ) -> list[Tensor]:
     """Updates the scales in place from the amaxes so far (docs/numerics.md, "Delayed scaling"); returns a copy, [n].
 
-    `log`: nothing, or `log_buffers`. `group`: process group over which pending amaxes are reduced first. Where `seen`
-    equals `step` (int64 [1]), no scale changes. `shown`: runs the op that modes and traces see, without both of these.
+    `log`: nothing, or `log_buffers`. `group`: process group over which pending amaxes are reduced first. If `seen`
+    equals `step` (int64 [1]), no scale changes. `shown`: runs the op that modes and traces see, if there is neither a
+    log nor `seen`.
     """
     reduced: list[Tensor | None] = [None] * len(histories)
     chosen = list(reduced)
@@ -160,7 +164,7 @@ def update_eagerly(
     seen: Tensor | None = None,
     step: Tensor | None = None,
 ) -> Tensor:
-    """Runs `update_all` outside of graphs, by a program where one can repeat it. `planned`: the plan's states."""
+    """Runs `update_all` outside of graphs, by a program if one can repeat it. `planned`: the plan's states."""
     quantizers = tuple([one.quantizer for one in planned])
     times = [] if seen is None or step is None else [seen, step]
     tensors = [*histories, *scales, *log, *times]
@@ -181,7 +185,7 @@ class JointUpdate:
 
     def __init__(self, layers: list[tuple[Any, Callable[[Any], Any]]]) -> None:
         self._layers, self._region = layers, 0
-        self._made: dict[int, tuple[Tensor, list[Any]]] = {}  # by id: copies of the scales, and what they belong to
+        self._made: dict[int, tuple[Tensor, list[Any]]] = {}  # by the states' id: their scales, and `_written` then
         for one, _ in layers:
             one.__dict__["joint"] = self
 
@@ -202,7 +206,7 @@ class JointUpdate:
         return made[0]
 
     def _joins(self, states: Any) -> bool:
-        """Whether nothing has replaced this update of a layer, and it stays outside of graphs."""
+        """Returns whether a layer still takes part in this update, which it does not if graphs use its states."""
         return states.joint is self and not states.graphed
 
     def _run(self, joined: list[Any], step: Tensor) -> None:
@@ -289,14 +293,14 @@ def _update_in_graph(
     quantizers: Constants,
     group: Any,
 ) -> Tensor:
-    """The update as compiled code runs it. In a graph that an eager checkpoint recomputes, the scales stay those of the
-    forward. **Raises** if they have been updated since that forward, because the graph cannot be given the old ones."""
+    """Runs the update in compiled code. In a graph that an eager checkpoint recomputes, the scales stay those of the
+    forward. **Raises** NotImplementedError if they were updated since, because a graph cannot be given the old ones."""
     entry = taped_call(None, "compiled scales")
     if entry is not None and entry.seen is not None:
         same = seen == entry.seen
         said = (
-            "delayed scaling in compiled code that a checkpoint recomputes: its scales were updated since the forward, "
-            "in a later autocast region; run backward before that, or checkpoint inside of the compiled function"
+            "delayed scaling in compiled code that a checkpoint recomputes: a later autocast region has updated the "
+            "scales since the forward; run backward before that region, or checkpoint inside of the compiled function"
         )
         if same.is_cuda:
             assert_async(same, said)
@@ -305,8 +309,8 @@ def _update_in_graph(
         return torch.cat(scales)
     if backward_pass() != -1:
         raise UnsupportedError(
-            "delayed scaling in compiled code that a checkpoint recomputes: it would update scales again; "
-            "use diptych.torch.checkpoint"
+            "delayed scaling in compiled code that a checkpoint recomputes: the recomputation would update scales "
+            "again; use diptych.torch.checkpoint"
         )
     logs = [pending, log, written, taken]
     if group is None:
@@ -339,8 +343,8 @@ if constants.AVAILABLE:
 
 
 def update_once(states: Any, planned: tuple[Any, ...], step: Tensor, group: Any) -> Tensor:
-    """Runs `ScaleStates.update` if `step` has changed since the last update, which the device decides: a graph runs
-    this in each forward. `planned`: the plan's states. **Returns** a copy of the scales, in their order."""
+    """Runs `ScaleStates.update` if `step` has changed since the last update. The device decides that, since a graph
+    calls this in each forward. `planned`: the plan's states. **Returns** a copy of the scales, in their order."""
     pairs = [states.tensors(one.name) for one in planned]
     histories, scales = [p[1] for p in pairs], [p[0] for p in pairs]
     buffers = states._buffers
