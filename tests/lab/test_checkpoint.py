@@ -123,7 +123,7 @@ FORGERIES = [
     ({"extra": {"weights/a.npy": npy(np.array(["text"]))}}, "weights/a has no header of an array of numbers"),
     ({"extra": {"weights/a.npy": npy(np.array([None], object))}}, "weights/a has no header of an array of numbers"),
     ({"extra": {"weights/a.npy": npy(np.ones(2, ">f4"))}}, "weights/a has no header of an array of numbers"),
-    ({"extra": {"weights/a.npy": said_to_be("(3,)", "<f3", bytes(9))}}, "weights/a is of no dtype: '<f3'"),
+    ({"extra": {"weights/a.npy": said_to_be("(3,)", "<f3", bytes(9))}}, "weights/a has a dtype that is unknown: '<f3'"),
     ({"extra": {"weights/a.npy": said_to_be("(10000000000000,)")}}, r"float32\[10000000000000\] and has 0 bytes"),
     ({"extra": {"weights/a.npy": said_to_be("(9999999999, 9999999999, 0)")}}, "weights/a is said to be"),
     ({"extra": {"weights/a.npy": b""}}, "weights/a has no header"),
@@ -194,7 +194,7 @@ def test_arrays_that_are_not_the_models(tmp_path):
             (lambda w: w.pop("head.weight"), "lacks head.weight"),
             (lambda w: w.update({"norm.bias": np.zeros(3, np.float32)}), r"norm.bias is float32\[3\], must be float32"),
             (lambda w: w.update({"norm.bias": np.zeros(32)}), r"norm.bias is float64\[32\], must be float32\[32\]"),
-            (lambda w: w.update({"more": np.zeros(3)}), "holds what this run has not: more"),
+            (lambda w: w.update({"more": np.zeros(3)}), "has arrays that this run does not have: more"),
         ):
             parts = {"weights": dict(weights), "first": dict(zeros), "second": dict(zeros)}
             change(parts[section])
@@ -211,7 +211,7 @@ def test_states_of_quantizers_are_all_there(tmp_path, recipe):
     kept = {name: np.zeros(1, np.float32) for name in names}
     for change, words in (
         (None, ""),
-        (lambda k: k.update(more=np.zeros(1)), "quantizing holds what this run has not: more"),
+        (lambda k: k.update(more=np.zeros(1)), "quantizing has arrays that this run does not have: more"),
         *[(lambda k, name=name: k.pop(name), f"quantizing lacks {name}") for name in names[:2]],
     ):
         state = State(1, weights, weights, weights, dict(kept))

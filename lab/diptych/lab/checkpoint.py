@@ -100,7 +100,7 @@ def load(path: pathlib.Path) -> Checkpoint:
     """
     path = path / FILE_NAME if path.is_dir() else path
     if files.kind(path) == "nothing":
-        raise CheckpointError(f"{path}: no such checkpoint")
+        raise CheckpointError(f"{path}: no such checkpoint; give its file or its folder")
     try:
         with files.reading(path) as f:
             return _read(f)
@@ -122,7 +122,7 @@ def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: path
         else:
             wrong.append(f"{key} is {have!r} there, {want!r} here")
     if wrong:
-        raise CheckpointError(f"{path}: belongs to another run: {'; '.join(wrong)}")
+        raise CheckpointError(f"{path}: belongs to another run: {'; '.join(wrong)}; resume with that run's options")
     for section in ("weights", "first", "second"):
         forms = {k: (v.dtype.name, v.shape) for k, v in getattr(checkpoint.state, section).items()}
         _same_names(path, section, set(forms), set(job.model.shapes()))
@@ -135,7 +135,7 @@ def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: path
 
 
 def _same_names(path: pathlib.Path, section: str, found: set[str], expected: set[str]) -> None:
-    for names, what in ((expected - found, "lacks"), (found - expected, "holds what this run has not:")):
+    for names, what in ((expected - found, "lacks"), (found - expected, "has arrays that this run does not have:")):
         if names:
             raise CheckpointError(f"{path}: {section} {what} {_short(', '.join(sorted(names)))}")
 
@@ -187,7 +187,7 @@ def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(f) as archive:
             return _stored(archive, size)
     except _BAD_ARCHIVE as e:
-        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # EINVAL: an offset in the archive is impossible
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # an impossible offset in the archive gives EINVAL
             raise
         f.seek(0)
         found = "it is empty" if not size else f"{type(e).__name__}: {_short(str(e))}"
@@ -213,7 +213,7 @@ def _stored(archive: zipfile.ZipFile, size: int) -> dict[str, np.ndarray]:
         members[name] = raw = np.empty(info.file_size, np.uint8)
         with archive.open(info) as member:
             got = member.readinto(raw.data) if len(raw) else 0  # type: ignore[arg-type]
-            if got != len(raw) or member.read(1):  # past the end: its CRC is compared there
+            if got != len(raw) or member.read(1):  # reading past the end makes zipfile compare the CRC
                 raise _Damage(f"damaged: {_short(info.filename)!r} ends after {got} of {len(raw)} bytes")
     return members
 
@@ -278,7 +278,7 @@ def _array(name: str, raw: np.ndarray) -> np.ndarray:
     try:
         dtype = np.dtype(found[1].decode())
     except TypeError:
-        raise _Damage(f"damaged: {_short(name)} is of no dtype: {found[1].decode()!r}") from None
+        raise _Damage(f"damaged: {_short(name)} has a dtype that is unknown: {found[1].decode()!r}") from None
     shape = tuple(int(n) for n in found[2].decode().split(",") if n.strip())
     data, nbytes = raw[start + len(text) :], math.prod(shape) * dtype.itemsize
     if nbytes != len(data):
@@ -287,5 +287,5 @@ def _array(name: str, raw: np.ndarray) -> np.ndarray:
         )
     try:
         return data.view(dtype).reshape(shape)
-    except ValueError as e:  # an empty array of extents beyond any memory
+    except ValueError as e:  # NumPy refuses an empty array whose extents are beyond any memory
         raise _Damage(f"damaged: {_short(name)} is said to be {dtype.name}{list(shape)} ({e})") from None

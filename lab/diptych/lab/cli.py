@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     ctrl_c = Interrupt(args.command)
     try:
-        with ctrl_c if argv is None else contextlib.nullcontext():  # a caller keeps its own handler
+        with ctrl_c if argv is None else contextlib.nullcontext():  # code that calls `main` keeps its own handler
             args.interrupt = ctrl_c
             try:
                 return _COMMANDS[args.command](args, arguments)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if argv is None:
                     ctrl_c.end()
                 raise
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except _REFUSALS as e:
@@ -141,7 +141,7 @@ def _writing(folder: pathlib.Path, *names: str) -> Iterator[None]:
 
 def _train(args: argparse.Namespace, _: list[str]) -> int:
     if args.recipe == "none" and args.high_blocks:
-        raise InputError("--high-blocks: without a recipe all blocks are in high precision")
+        raise InputError("--high-blocks: without a recipe all blocks are in high precision; leave the option out")
     model, optim, settings, data = _configs(args)
     from diptych.lab import checkpoint
 

@@ -28,7 +28,7 @@ from diptych.lab.seeds import Pairs, overall
 
 ENTROPY_FACTOR = 0.8
 OPS = ("quantize", "gemm", "bias_grad", "scale_update")
-JOINED = "scale_update_many"  # runs in place of scale_update where Frontend.updates_together
+JOINED = "scale_update_many"  # this op runs in place of scale_update if Frontend.updates_together is true
 """The op whose count in the kernel table is checked, together with those in `OPS`."""
 
 

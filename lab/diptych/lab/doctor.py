@@ -23,7 +23,7 @@ _PACKAGES = ("diptych", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "optax")
 def diagnose() -> dict[str, Any]:
     """Returns all data that `diptych doctor` prints. It works without frontends and without a GPU."""
     frontends: dict[str, Any] = {}
-    for name, found in discover().items():  # first, because frameworks load the cuBLASLt that the core finds
+    for name, found in discover().items():  # frameworks come first, because they load the cuBLASLt that the core finds
         if isinstance(found, Exception):
             frontends[name] = {"usable": False, "why": f"{type(found).__name__}: {found}"}
         else:

@@ -64,7 +64,7 @@ def require_writable(option: str, path: pathlib.Path, traces: Sequence[pathlib.P
     if (found := kind(path)) not in ("a file", "nothing"):
         raise FileError(errno.EINVAL, f"{option} {path}: is {found}, where a file is to be written")
     if any(real(path).is_relative_to(real(folder)) for folder in traces):
-        raise FileError(errno.EINVAL, f"{option} {path}: is inside of a trace")
+        raise FileError(errno.EINVAL, f"{option} {path}: is inside of a trace; write it elsewhere")
     nearest = next(p for p in real(path).parents if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise FileError(errno.EACCES, f"{option} {path}: cannot be written in {nearest}")
@@ -90,7 +90,7 @@ def only_run(folder: pathlib.Path) -> Iterator[None]:
                 os.unlink(entry.path)
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # someone may have removed the folder meanwhile
             os.unlink(path)
         os.close(fd)
 

@@ -111,7 +111,7 @@ def discover() -> dict[str, Frontend | Exception]:
         try:
             found[entry.name] = entry.load()
         except Exception as e:
-            found[entry.name] = e  # reported by `require`: a broken framework must not hide the other
+            found[entry.name] = e  # `require` reports the error; a broken framework must not hide the other one
     return found
 
 

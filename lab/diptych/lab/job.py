@@ -173,9 +173,10 @@ class Job(Value):
 
     def __post_init__(self) -> None:
         if self.corruption is not None and self.recipe is None:
-            raise ValueError("a high-precision run has no scale to corrupt")
+            raise ValueError("corruption: a high-precision run has no scale to corrupt; give it a recipe")
         if self.corruption is not None and self.corruption.layer not in self.model.linears:
-            raise ValueError(f"no linear {self.corruption.layer!r}; there are {', '.join(self.model.linears)}")
+            said = f"the model has no linear {self.corruption.layer!r}; there are {', '.join(self.model.linears)}"
+            raise ValueError(f"corruption: {said}")
 
     @property
     def linear_dtype(self) -> str:

@@ -133,7 +133,7 @@ def _losses(r: Results) -> str:
             ax.annotate(f"{text} {y:.2f} ", (1, y), **place)
         ax.set_xlabel("step")
     top, losses = 1.3 * r["entropy"], np.concatenate([run["losses"] for run in r["runs"].values()])
-    if np.mean(losses < top) > 0.5:  # in a short run most losses may lie above
+    if np.mean(losses < top) > 0.5:  # most losses of a short run may lie above `top`
         axes[0].set_ylim(top=top)  # the plots share their y axis
     axes[0].set_ylabel("loss, nats per byte")
     handles, labels = axes[0].get_legend_handles_labels()

@@ -191,7 +191,7 @@ def test_arguments_of_any_name(files, tmp_path, capsys):
         ("nowhere_at_all:f", "nowhere_at_all cannot be imported: ModuleNotFoundError"),
         ("bisect_models", "is written as package.module:name"),
         ("bisect_models:absent", "bisect_models has no absent"),
-        ("bisect_models:number", "is no function that returns a model, but int"),
+        ("bisect_models:number", "must name a function that returns a model, got int"),
         ("bisect_models:failing", "raised RuntimeError: no weights here"),
         ("bisect_models:exits", "raised SystemExit: 0"),
         ("bisect_models:Exits", "(bisect_models:Exits) cannot be run in torch"),

@@ -379,7 +379,7 @@ def test_one_reference_is_of_the_side_whose_sites_it_has(tmp_path):
     result = differ.diff(a, b, [h_b], rules)
     assert firsts(result) == [("activation:l.2", "beyond")]
     half = trace(tmp_path / "half", [site("l.2", x)])
-    with pytest.raises(DiffError, match="give --ref H_A H_B"):
+    with pytest.raises(DiffError, match="give one trace of either, --ref H_A H_B"):
         differ.diff(a, b, [half], rules)
 
 

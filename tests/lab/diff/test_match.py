@@ -396,5 +396,5 @@ def test_maps_that_contradict_the_traces(tmp_path):
             matched(tmp_path / str(i), a, b, rules=rules(tmp_path, given))
     p, q = [parameter("x", drawn(3, 2))], [parameter("y", drawn(3, 2))]
     given = rules(tmp_path, {"x": {"name": "y", "transposed": True}})
-    with pytest.raises(DiffError, match="does not hold with transposed True"):
+    with pytest.raises(DiffError, match="does not hold it with transposed True"):
         matched(tmp_path / "p", p, q, rules=given)

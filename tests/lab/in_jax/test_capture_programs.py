@@ -120,5 +120,5 @@ def test_places_in_structures_are_spelled_as_in_torch(tmp_path):
 def test_scopes_of_unknown_types():
     scopes = types.SimpleNamespace(stack=(types.SimpleNamespace(name="diptych:up"),))
     eqn = types.SimpleNamespace(source_info=types.SimpleNamespace(name_stack=scopes))
-    with pytest.raises(UnsupportedError, match="names scopes by SimpleNamespace"):
+    with pytest.raises(UnsupportedError, match="does not know, SimpleNamespace"):
         Where().at(eqn)

@@ -110,7 +110,7 @@ def test_a_wrong_result_differs(made, capsys, tmp_path):
         (["nowhere", "x"], "nowhere/meta.json"),
         (["MADE", "zzz"], "'zzz': the step has no such site"),
         (["MADE", "operand:h.0/add.a"], "no operation that computed it was recorded"),
-        (["MADE", "bad/add.out"], "add cannot be computed of the recorded operands"),
+        (["MADE", "bad/add.out"], "add cannot be computed from the recorded operands"),
         (["MADE", "h.0/add.out", "--step", "3"], "has no step 3; it has 0"),
         (["MADE", "h.0/add.out", "--step", "-1"], "--step"),
         (["MADE", "h.0/add.out", "--rank", "1"], "has no rank 1"),

@@ -173,9 +173,9 @@ def _other(kind: str) -> tuple[nn.Module, Any]:
     "kind, message",
     [
         ("more", "it lacks model.3.bias, model.3.weight"),
-        ("fewer", "it holds model.2.bias, model.2.weight, which is not here"),
-        ("shape", r"model.2.weight is torch.float32\[64, 64\] there, torch.float32\[32, 64\] here"),
-        ("dtype", r"model.2.bias is torch.float32\[64\] there, torch.bfloat16\[64\] here"),
+        ("fewer", "it holds model.2.bias, model.2.weight, unlike this run"),
+        ("shape", r"model.2.weight is torch.float32\[64, 64\] in the checkpoint and torch.float32\[32, 64\] in"),
+        ("dtype", r"model.2.bias is torch.float32\[64\] in the checkpoint and torch.bfloat16\[64\] in"),
         ("meta", "model.2.bias, model.2.weight here lie on meta: call to_empty"),
         ("recipe", "lacks .*rng_state, which this model was prepared with"),
         ("group", "the optimizer's weights differ: its groups have other weights"),

@@ -56,7 +56,7 @@ def test_views_are_rectangles_of_the_whole_tensor():
         assert torch.equal(view, whole[row : row + view.shape[0], column : column + view.shape[1]])
         view.zero_()
     assert not local.any()  # the views share its memory, and cover it
-    with pytest.raises(tensors.CheckpointError, match=r"t \[12, 10\]: this rank holds \[5, 4\] of it, .* \[2, 10\]"):
+    with pytest.raises(tensors.CheckpointError, match=r"t \[12, 10\]: this rank holds a part \[5, 4\], .* \[2, 10\]"):
         tensors.Pieces.of("t", local, [12, 10], [[(0, 2)], [(0, 10)]], {0})
     with pytest.raises(NotImplementedError, match="of Pieces"):
         made + 1
@@ -161,14 +161,16 @@ def test_one_process_takes_the_checkpoint_and_the_exported_file(name, ranks):
 def test_errors_are_named_on_all_ranks(ranks):
     one, other = (made["errors"] for made in ranks)
     assert {k: v for k, v in one.items() if k in other} == other
-    assert "model.2.fc1_weight is torch.float32[120, 64] there, torch.float32[128, 64] here" in one["shape"]
+    assert "model.2.fc1_weight is torch.float32[120, 64] in the checkpoint and torch.float32[128, 64]" in one["shape"]
     assert "model.0.weight is sharded over the ranks [0, 1], the group has [0]" in one["group"]
     assert "0.weight is sharded over the ranks [0, 1], the group has [0]" in one["exported"]
     assert "tp_size is 2, and there is no group; call set_tensor_parallel_group" in one["unnamed"]
     assert "is cut over 2 ranks, and its weight is no parameter of its own (parametrized)" in one["parametrized"]
     assert "the optimizer's row of 0.weight is a plain tensor [3] on each rank" in one["state"]
     assert one["nothing"] == "False"
-    assert "optimizer.state.0.weight.row is [3] there, and 0.weight [64, 64] is cut over ranks" in one["room"]
+    assert (
+        "optimizer.state.0.weight.row is [3] in the checkpoint, and 0.weight [64, 64] is cut over ranks" in one["room"]
+    )
 
 
 # --- four ranks ---

@@ -275,7 +275,7 @@ SAID = {
         "0.weight has 96 rows, and 2 ranks with blocks of 128 rows (fp8_e4m3_128x128) need a multiple of 256",
     ),
     "odd": (ShapeError, "0.weight has 63 rows"),
-    "stack": (ShapeError, "0.weight [3, 64, 64] stacks 3 weights, and 2 ranks hold whole ones"),
+    "stack": (ShapeError, "0.weight [3, 64, 64] stacks 3 weights, which 2 ranks cannot share evenly"),
     "mesh": (ArgumentError, "mesh must be a DeviceMesh, got NoneType"),
     "another mesh": (UnsupportedError, "it must be cut along dimension 0 over DeviceMesh("),
     "recipe": (ArgumentError, "recipe"),

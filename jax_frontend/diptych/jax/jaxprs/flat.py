@@ -100,5 +100,5 @@ def scanned(params: dict[str, Any]) -> tuple[int, int]:
     """Returns the numbers of constants and of carried values among the operands of a scan."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
+    consts, carry, _ = params["ft_in"].unpack()  # versions of JAX after 0.11.1 pack the numbers
     return len(consts), len(carry)

@@ -109,7 +109,9 @@ class Interpreter:
     def refuse(self, bodies: Sequence[Any], where: str) -> None:
         """**Raises** UnsupportedError, since these jaxprs can only be evaluated unchanged and contain the subclass's
         own equations. A subclass may accept some of these. `where`: names the place in the message."""
-        raise UnsupportedError(f"{type(self).__name__}: its equations inside of {where} are not supported")
+        raise UnsupportedError(
+            f"{type(self).__name__}: its equations inside of {where} are not supported; compute them outside of it"
+        )
 
     def equation(self, eqn: Any, known: Known, place: Any, made: Made) -> tuple[list[Any], list[Refs]]:
         """Evaluates an equation. Returns its results and their origins."""
@@ -255,7 +257,7 @@ class Interpreter:
         """Evaluates a shard_map. Each shard's extra arrays get a first axis over all manual axes of the mesh."""
         p = eqn.params
         mesh = p["mesh"]
-        manual = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]  # differs between versions
+        manual = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]  # JAX's versions differ
         axes = tuple(a for a in mesh.axis_names if a in manual)
         evaluate, bodies = self._body(p["jaxpr"], (), place)
 
@@ -272,7 +274,7 @@ class Interpreter:
             axis_names=set(axes),
             check_vma=p["check_vma"],
         )(*ins)
-        if not p["check_vma"]:  # JAX does not know which arrays vary
+        if not p["check_vma"]:  # without the check JAX does not know which arrays vary over the mesh
             for leaf in bodies[-1].leaves():
                 leaf.axes |= set(axes)
         sizes = tuple((a, mesh.shape[a]) for a in axes)
@@ -282,7 +284,7 @@ class Interpreter:
 def bound(prim: Any, ins: list[Any], params: dict[str, Any]) -> list[Any]:
     """Binds a primitive. Returns a list of its results, also if it has a single one."""
     found = prim.get_bind_params(params)
-    subfuns, params = found if isinstance(found, tuple) else ((), found)  # the form differs between versions
+    subfuns, params = found if isinstance(found, tuple) else ((), found)  # JAX's versions differ
     outs = prim.bind(*subfuns, *ins, **params)
     return list(outs) if prim.multiple_results else [outs]
 

@@ -50,7 +50,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             for name, spec, framework in (("A", args.a, args.framework_a), ("B", args.b, args.framework_b))
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CaptureWarning)  # about gradients and others that a bisection does not use
+            # Captures warn of gradients and other tensors that a bisection does not use.
+            warnings.simplefilter("ignore", CaptureWarning)
             outcome = search(a, b, rules)
         if beside is not None:
             _require_no_module(args.out, beside)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         try:
             narrowed = narrow(a, b, outcome, replays)
             print("\n".join(line for each in narrowed for line in _narrowed(each)) or _NO_OPERATION)
-        except BisectError as e:  # the model's code fails when its operations are recorded
+        except BisectError as e:  # the model's code may fail where its operations are recorded
             print(f"Operations could not be seen: {e}")
         command = shlex.join(["diptych", *arguments])
         made = script(a, b, outcome.found, outcome.sites, command, args.device)
@@ -100,7 +101,7 @@ def _beside(args: argparse.Namespace) -> pathlib.Path:
     for path in (out, beside):
         for option, given in (("--inputs", args.inputs), ("--map", args.map)):
             if given is not None and files.real(path) == files.real(given):
-                raise BisectError(f"--out {out}: would replace {option} {given}")
+                raise BisectError(f"--out {out}: would replace {option} {given}; name another file")
     return beside
 
 
@@ -110,7 +111,7 @@ def _require_no_module(*written: pathlib.Path) -> None:
     sources = {files.real(pathlib.Path(source)): name for name, source in modules.items() if source}
     for path in written:
         if (name := sources.get(files.real(path))) is not None:
-            raise BisectError(f"--out {path}: would replace the source of the module {name}")
+            raise BisectError(f"--out {path}: would replace the source of the module {name}; name another file")
 
 
 # --- arguments ---
@@ -143,12 +144,17 @@ def read_inputs(path: pathlib.Path) -> Inputs:
                 raise
             raise BisectError(f"{path}: is no .npz file that can be read: {e}") from e
     if not arrays:
-        raise BisectError(f"{path}: has no arrays")
+        raise BisectError(f"{path}: has no arrays; save the model's arguments by np.savez(path, arg0=...)")
     for name, x in arrays.items():
         if not name.isidentifier():
-            raise BisectError(f"{path}: {name[:100]!r} is no name of an argument")
+            raise BisectError(
+                f"{path}: {name[:100]!r} is no name of an argument; name arrays arg0, arg1, ... or as keyword arguments"
+            )
         if not is_recorded(x.dtype.name) or not x.dtype.isnative:
-            raise BisectError(f"{path}: {name}: arrays of {x.dtype} cannot be inputs")
+            raise BisectError(
+                f"{path}: {name}: arrays of {x.dtype} cannot be inputs; save real numbers or bools in this machine's "
+                "byte order"
+            )
     positions = sorted((n for n in arrays if n.startswith("arg") and n[3:].isdecimal()), key=lambda n: int(n[3:]))
     if positions != [f"arg{i}" for i in range(len(positions))]:
         raise BisectError(f"{path}: positional arguments must be arg0, arg1, ..., got {', '.join(positions)}")
@@ -162,7 +168,8 @@ def _side(name: str, spec: str, framework: str | None, inputs: Inputs, device: s
     if not callable(model):
         raise BisectError(f"{option}: must return a model that can be called, got {type(model).__name__}")
     if framework is not None and is_torch != (framework == "torch"):
-        raise BisectError(f"--framework-{name.lower()} {framework}: {spec} returned {type(model).__name__}")
+        kind = f"{type(model).__name__}, which is {'a' if is_torch else 'no'} torch.nn.Module"
+        raise BisectError(f"--framework-{name.lower()} {framework}: {spec} returned {kind}; leave the option out")
     found = "torch" if is_torch else "jax"
     frontend: Frontend = require(found, device)
     return Side(name, spec, found, frontend.feeder(model, device), inputs, folder)
@@ -176,7 +183,7 @@ def factory(option: str, spec: str) -> Callable[[], Any]:
         raise BisectError(f"{option}: a factory is written as package.module:name")
     try:
         found: Any = importlib.import_module(module)
-    except CODE_FAILS as e:  # whatever the module does when it is imported
+    except CODE_FAILS as e:  # importing a module runs its code, which may raise any of these
         raise BisectError(f"{option}: {module} cannot be imported: {type(e).__name__}: {e}") from e
     for part in names.split("."):
         try:
@@ -184,7 +191,7 @@ def factory(option: str, spec: str) -> Callable[[], Any]:
         except AttributeError:
             raise BisectError(f"{option}: {module} has no {names}") from None
     if not callable(found):
-        raise BisectError(f"{option}: is no function that returns a model, but {type(found).__name__}")
+        raise BisectError(f"{option}: must name a function that returns a model, got {type(found).__name__}")
     return found
 
 
@@ -192,7 +199,7 @@ def _called(option: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except CODE_FAILS as e:
-        raise BisectError(f"{option}: raised {type(e).__name__}: {e}") from e
+        raise BisectError(f"{option}: the function raised {type(e).__name__}: {e}") from e
 
 
 # --- text ---

@@ -395,7 +395,7 @@ def _expression(value: Any, write: Callable[[Slot], str]) -> str:
         return f"({''.join(_expression(x, write) + ', ' for x in value)})"
     if type(value) is dict and all(type(k) in (str, int) for k in value):
         return "{" + ", ".join(f"{k!r}: {_expression(x, write)}" for k, x in value.items()) + "}"
-    if re.fullmatch(r"torch\.[a-z0-9_]+", repr(value)):  # a dtype
+    if re.fullmatch(r"torch\.[a-z0-9_]+", repr(value)):  # the value is a dtype
         return repr(value)
     kind = value.kind if isinstance(value, Unwritable) else type(value).__name__
     raise _UnwritableError(f"a {kind} cannot be written as text")

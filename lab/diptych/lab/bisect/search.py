@@ -151,13 +151,16 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
     pairs = [p for p in matching.pairs if p.a.kind == "activation" and _alike(p)]
     if not pairs:
         raise BisectError(
-            f"no module output of {a.factory} was matched with one of {b.factory}; --map says which are the same"
+            f"no module output of {a.factory} was matched with one of {b.factory}; say by a file for --map which names "
+            "are the same"
         )
     values = {o.site.key: o for o in seen[0]}
     of_a = {p.a.key: _values(values[p.a.key]) for p in pairs}
     silent = [key for key, x in of_a.items() if not _has_numbers(x)]
     if len(silent) == len(of_a):
-        raise BisectError("no module output of A has a finite element, so that nothing can be compared on these inputs")
+        raise BisectError(
+            "no module output of A has a finite element; give --inputs on which the model computes numbers"
+        )
     fed = {p.b.key: _fed(of_a[p.a.key], p) for p in pairs}
     sites = _measured(b, pairs, of_a, fed)
     first = next((site for site in sites if site.differs), None)
@@ -184,7 +187,7 @@ def _not_compared(side: str, unseen: Sequence[str]) -> list[str]:
 
 def _observations(trace: Trace) -> list[Observation]:
     if not trace.steps:
-        raise BisectError(f"{trace.folder}: nothing was recorded")
+        raise BisectError(f"{trace.folder}: nothing was recorded; the model must call modules")
     return [o for o in trace.ranks[0].step(trace.steps[0]) if o.site.kind in ("activation", "parameter")]
 
 
@@ -199,7 +202,7 @@ def _has_numbers(x: Tensor) -> bool:
 
 def _values(o: Observation) -> Tensor:
     if o.values is None or not o.values.whole:
-        raise BisectError(f"{o.site.key}: its values could not be kept whole")
+        raise BisectError(f"{o.site.key}: the trace could not keep all of its values; give smaller --inputs")
     return o.values.tensor
 
 
@@ -239,7 +242,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     """Returns the rms of b - a divided by the rms of a; inf if an element is not finite in one of them and not equal in
     the other."""
     found = tensor_distance(a, b).relative
-    return 0.0 if found is None else found  # None: there are no elements
+    return 0.0 if found is None else found  # tensors without elements have no distance
 
 
 def moved(x: Tensor, rng: np.random.Generator) -> Tensor:
@@ -419,7 +422,7 @@ def paired_inputs(
     sides = [[s for s in slots(call) if s.key in run.values] for call, run in ((call_a, a), (call_b, b))]
     shapes = [[_shape(run.values[s.key], None) for s in side] for side, run in zip(sides, (a, b), strict=True)]
     pairs = unique_alignment(*shapes)
-    if not pairs and axes is not None:  # images with their channels on another axis
+    if not pairs and axes is not None:  # the inputs may be images whose channels are on different axes
         turned = [_shape(b.values[s.key], axes) for s in sides[1]]
         pairs = unique_alignment(shapes[0], turned)
     return [(sides[0][i], sides[1][j]) for i, j in pairs or ()]

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             files.require_writable(option, path, list(folders.values()))
     if args.json and args.html and files.real(args.json) == files.real(args.html):
-        raise DiffError(f"--json and --html name the same file: {args.json}")
+        raise DiffError(f"--json and --html name the same file: {args.json}; give each its own")
     render = _page() if args.html else None
     rules = mapping.read(args.map) if args.map else None
     a, b, *h = (Trace.open(folder) for folder in (args.a, args.b, *references))
@@ -61,7 +61,7 @@ def _distinct(folders: list[pathlib.Path]) -> None:
     seen: set[pathlib.Path] = set()
     for folder in folders:
         if files.real(folder) in seen:
-            raise DiffError(f"{folder}: is given twice")
+            raise DiffError(f"{folder}: is given twice; A, B and references must be different traces")
         seen.add(files.real(folder))
 
 
@@ -77,7 +77,7 @@ def _page():
 
 def _show(result: Result, written: list[str]) -> None:
     """Prints the summary. A closed pipe is no error, since a reader such as `head` may stop early."""
-    if sys.stdout is None:  # whoever started the process has closed it
+    if sys.stdout is None:  # the process was started without standard output
         return
     try:
         print(summary.text(result))

@@ -35,7 +35,10 @@ def diff(
     """
     numbers = _steps(a, b, steps)
     if a.meta.ranks != b.meta.ranks:
-        raise DiffError(f"{a.folder} has {a.meta.ranks} ranks, {b.folder} has {b.meta.ranks}")
+        raise DiffError(
+            f"{a.folder} has {a.meta.ranks} ranks, {b.folder} has {b.meta.ranks}; only traces of equally many ranks "
+            "can be compared"
+        )
     seen = {rank: [_first_seen(t.ranks[rank], numbers) for t in (a, b)] for rank in a.ranks}
     named = ([o.site for both in seen.values() for o in both[i]] for i in range(2))
     of_rules = [] if rules is None else rules.check(*named)
@@ -55,7 +58,10 @@ def diff(
         shapes += [n for n in matching.notes if n not in shapes]
         differs |= matching.differs
     if not rows:
-        raise DiffError(f"no site of {a.folder} was matched with one of {b.folder}; --map says which are the same")
+        raise DiffError(
+            f"no site of {a.folder} was matched with one of {b.folder}; say by a file for --map which names are the "
+            "same"
+        )
     unknown: list[str] = []
     cells = _cells(rows, (a, b), references, numbers, unknown, threads)
     notes = [*of_rules, *shapes, *unknown, *_notes(a, b, references, numbers, steps)]
@@ -106,7 +112,8 @@ def _steps(a: Trace, b: Trace, wanted: Sequence[int | range] | None) -> list[int
             raise DiffError(f"{trace.folder}: {_without_steps(trace)}")
     both = sorted(set(a.steps) & set(b.steps))
     if not both:
-        raise DiffError(f"no step is in both traces: {a.folder} has {shown(a.steps)}, {b.folder} has {shown(b.steps)}")
+        held = f"{a.folder} has {shown(a.steps)}, {b.folder} has {shown(b.steps)}"
+        raise DiffError(f"no step is in both traces: {held}; capture the same steps of both models")
     if wanted is None:
         return both
     found: set[int] = set()
@@ -201,7 +208,8 @@ def _nearest(sites: Sequence[Site], rows: Mapping[str, int]) -> list[tuple[int, 
             ordered[site.key] = None if found is None else tuple(sorted(found))
         elif site.key in last:
             nearest[site.key] = None if found is None else frozenset(found)
-        # Without this the sets of a long chain take memory that grows with the square of its length.
+        # Sets that no later site reads are dropped: those of a long chain would take memory that grows with the square
+        # of its length.
         for key in site.inputs or ():
             if last[key] == site.key:
                 nearest.pop(key, None)
@@ -287,7 +295,10 @@ def _one_reference(rows: Sequence[_Row], h: Trace) -> str:
     pairs = {(row.pair.a.key, row.pair.b.key) for row in rows}
     of_a, of_b = (sum(pair[i] in keys for pair in pairs) for i in range(2))
     if of_a == of_b and any(a != b and (a in keys or b in keys) for a, b in pairs):
-        raise DiffError(f"{h.folder} has as many sites of A as of B, under other names; give --ref H_A H_B")
+        raise DiffError(
+            f"--ref {h.folder}: it is not clear whether this is a trace of A's or of B's model, since it has as many "
+            "sites of each; give one trace of either, --ref H_A H_B"
+        )
     return "A" if of_a >= of_b else "B"
 
 
@@ -338,7 +349,7 @@ def _first(rows: Sequence[Row]) -> tuple[First, ...]:
 def _not_behind(rows: Sequence[Row], findings: Mapping[int, Cell]) -> list[int]:
     """Returns the rows of findings that are not computed from another finding's row."""
     behind = set[int]()
-    any_before, unknown_before = set[int](), set[int]()  # ranks
+    any_before, unknown_before = set[int](), set[int]()  # the ranks with an earlier finding of either kind
     first: list[int] = []
     for i, row in enumerate(rows):
         # A parameter depends on no tensor of this step.
@@ -346,14 +357,14 @@ def _not_behind(rows: Sequence[Row], findings: Mapping[int, Cell]) -> list[int]:
         if inputs is None:
             late = row.rank in any_before
         else:
-            # A tensor without a gradient, of a frozen encoder for example, may be an input that is not listed.
+            # The row may depend on an unlisted input: a tensor that gets no gradient, such as a frozen encoder's.
             unlisted = row.kind != "parameter" and row.rank in unknown_before
             late = unlisted or any(n in findings or n in behind for n in inputs)
         if late:
             behind.add(i)
         if i in findings:
             any_before.add(row.rank)
-            if inputs is None and row.kind != "operand":  # only its own operation reads an operand
+            if inputs is None and row.kind != "operand":  # no other row reads an operand than its own operation's
                 unknown_before.add(row.rank)
             if not late:
                 first.append(i)

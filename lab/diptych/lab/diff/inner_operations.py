@@ -68,7 +68,7 @@ def _without_effect(
     for i in reversed(ours):
         if i not in findings or rows[i].matched != "operation":
             continue
-        # If the definition was judged and is equal, the finding is a loss of precision, which must be reported.
+        # A finding whose definition was judged, and is equal, is a loss of precision and must be reported.
         of_precision = cells[i].definition is not None and cells[i].verdict != "definition"
         if not of_precision and next_rows[i] and all(j in found or j in agree for j in next_rows[i]):
             found.add(i)

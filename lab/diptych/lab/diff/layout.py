@@ -37,7 +37,7 @@ def ways(a: Site, b: Site) -> list[Axes | None]:
     same order, or the axes of b in the order of a's."""
     found: list[Axes | None] = [None] if merged(a.shape, b.shape) else []
     rank = len(a.shape)
-    if len(b.shape) != rank:  # flat, a transposed kernel is another tensor
+    if len(b.shape) != rank:  # a weight and a kernel are transposed, so they differ even if both are flattened
         return [] if {names.leaf(a), names.leaf(b)} == {"weight", "kernel"} else found
     found += [axes for axes in _turns(a, b, rank) if moved(b.shape, axes) == a.shape]
     return found

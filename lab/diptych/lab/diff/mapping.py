@@ -78,14 +78,19 @@ class Rules:
         for rule, made in results.items():
             missing = [name for name in made if name not in b_names and names.split(name).path not in b_names]
             if not made:
-                raise DiffError(f"{self.path}: {rule[:200]!r}: no name of A is left for this rule")
+                raise DiffError(
+                    f"{self.path}: {rule[:200]!r}: no name of A is left for this rule: none matches it, or rules above "
+                    "it take them all"
+                )
             if len(missing) == len(made):
-                raise DiffError(f"{self.path}: {rule[:200]!r}: B has no {made[0][:200]!r}")
+                raise DiffError(
+                    f"{self.path}: {rule[:200]!r}: B has no {made[0][:200]!r}, the name that the rule makes"
+                )
             if missing:
                 few = names.few([repr(name[:200]) for name in missing])
                 notes.append(f"{self.path}: {rule[:200]!r}: of {len(made)} names that it makes, B does not have {few}")
             if rule in idle:
-                raise DiffError(f'{self.path}: {rule[:200]!r}: "transposed" is for parameters, and it names none')
+                raise DiffError(f'{self.path}: {rule[:200]!r}: "transposed" is for parameters, and the rule names none')
         return notes
 
 
@@ -100,7 +105,7 @@ def read(path: pathlib.Path) -> Rules:
     except (files.FileError, TraceError) as e:
         raise DiffError(str(e)) from None
     if type(found) is not dict or not found:
-        raise DiffError(f"{path}: must be an object that gives B's name for names of A")
+        raise DiffError(f'{path}: must be a JSON object that gives B\'s name for names of A, such as {{"a": "b"}}')
     return Rules(path, tuple(_rule(a, value, f"{path}: {a[:200]!r}") for a, value in found.items()))
 
 
@@ -111,7 +116,7 @@ def _rule(a: str, value: Any, where: str) -> Rule:
             raise DiffError(f'{where}: an object must have "name" and "transposed", which is true or false')
         value, transposed = value["name"], value["transposed"]
     if type(value) is not str or not a or not value:
-        raise DiffError(f"{where}: B's name must be text that is not empty, or an object with it")
+        raise DiffError(f'{where}: B\'s name must be text that is not empty, or an object with "name" and "transposed"')
     parts, b = _WILDCARD.split(names.normal(a)), tuple(_WILDCARD.split(names.normal(value)))
     if parts[1::2] != list(b[1::2]):
         raise DiffError(f"{where}: {value[:200]!r} must have the same wildcards in the same order")

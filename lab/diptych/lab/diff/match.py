@@ -83,7 +83,7 @@ class _Matcher:
         self._left = {k: o.site for k, o in self._all[0].items()}, {k: o.site for k, o in self._all[1].items()}
         self._same_framework = same_framework
         self._functions: tuple[dict[str, Site], ...] = ({}, {})
-        if not same_framework:  # the operations of two frameworks are matched by what they compute alone
+        if not same_framework:  # two frameworks' operations are matched by their kinds and operands, not by names
             for functions, left in zip(self._functions, self._left, strict=True):
                 functions.update({k: s for k, s in left.items() if operations.is_function(s)})
         self._pairs: dict[str, Pair] = {}
@@ -236,8 +236,9 @@ class _Matcher:
                 ways = [axes for axes in ways if (axes is not None) == rule.transposed]
             if not ways:
                 raise DiffError(
-                    f"{rules.path}: {rule.a[:200]!r}: {a.key} is {list(a.shape)}, which {b.key} {list(b.shape)} does "
-                    f"not hold{'' if rule.transposed is None else f' with transposed {rule.transposed}'}"
+                    f"{rules.path}: {rule.a[:200]!r}: {a.key} has shape {list(a.shape)}, and {b.key} of shape "
+                    f"{list(b.shape)} does not hold it"
+                    f"{'' if rule.transposed is None else f' with transposed {rule.transposed}'}; name another tensor"
                 )
             self._take_one(a, b, "map", ways)
 

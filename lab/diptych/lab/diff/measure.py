@@ -40,7 +40,7 @@ class _Viewed(Observation):
         found = super().values
         if found is None or self.axes is None:
             return found
-        if not found.whole:  # a sample of the permuted tensor would have other elements
+        if not found.whole:  # a sample cannot be permuted: that of the permuted tensor has other elements
             return None
         bits = np.ascontiguousarray(np.transpose(found.tensor.bits, self.axes))
         return Values(Tensor(found.tensor.dtype, bits), True)

@@ -85,7 +85,8 @@ class JaxTrainer:
         return optax.apply_updates(params, updates), opt_state
 
     def _clipped(self, grads: gpt.Params) -> gpt.Params:
-        """Returns the gradients, scaled so that their global norm is at most `OptimConfig.clip`."""
+        """Returns the gradients, scaled so that their global norm is at most `OptimConfig.clip`. The formula is that of
+        torch, with an epsilon that optax does not have."""
         clip = self._job.optim.clip
         if clip is None:
             return grads
@@ -156,11 +157,11 @@ def _linear(job: Job) -> gpt.Linear:
 
 def _spoil(q: QuantizedArray, factor: float) -> QuantizedArray:
     """Returns `q` with the self-test's fault; see `Corruption`."""
-    if q.format.two_level:  # the factor is too large for an E4M3 scale
+    if q.format.two_level:  # an E4M3 scale cannot hold the factor
         assert q.amax is not None
         return dataclasses.replace(q, amax=q.amax * factor)
     scale: Any = q.rowwise_scale_inv
-    if scale.dtype == jnp.uint8:  # E8M0 scales as bytes, which are exponents
+    if scale.dtype == jnp.uint8:  # these are E8M0 scales as bytes, which are exponents
         return dataclasses.replace(q, rowwise_scale_inv=scale + np.uint8(math.log2(factor)))
     scale = (scale.astype(jnp.float32) * factor).astype(scale.dtype)
     return dataclasses.replace(q, rowwise_scale_inv=scale)

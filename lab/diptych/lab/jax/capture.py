@@ -51,14 +51,16 @@ def capture(
         raise ArgumentError(f"capture: fn must be a function, got {type(fn).__name__}")
     if "cached_partial.<locals>" in getattr(getattr(fn, "__code__", None), "co_qualname", ""):  # nnx.cached_partial
         raise UnsupportedError(
-            "capture: functions of nnx.cached_partial refuse modules with marks of their paths; capture the function "
-            "that it was made of, with the modules as arguments"
+            "capture: a function of nnx.cached_partial cannot be captured, since it refuses modules on which a capture "
+            "has noted their paths; capture the function given to cached_partial, with the modules as arguments"
         )
     for name, value in (("statistics", statistics), ("check", check)):
         if not isinstance(value, bool):
             raise ArgumentError(f"capture: {name} must be bool, got {type(value).__name__}")
     if jax.process_count() > 1:
-        raise UnsupportedError(f"capture: records one process, and JAX runs in {jax.process_count()}")
+        raise UnsupportedError(
+            f"capture: a capture records one process, and JAX runs in {jax.process_count()}; run the program in one"
+        )
     return Capture(fn, pathlib.Path(out), options, statistics, check)
 
 
@@ -84,7 +86,7 @@ class Capture:
         """Calls the function. **Raises** ValueError after `close`, NotImplementedError if a part of the function cannot
         be recorded or if JAX is tracing the call, TypeError if an argument is neither an array nor hashable."""
         if self._closed:
-            raise ValueError("capture: it is closed")
+            raise ValueError("capture: it is closed; make a new one by capture(...)")
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise UnsupportedError(
                 "capture: the function that it returned was called inside of a transformation of JAX; capture what "

@@ -102,7 +102,7 @@ class Program:
         leaves = self._structure.leaves()
         if self._options.values == "sample":
             return ("sample",) * len(leaves)
-        if self._structure.conditional:  # the sites that share the budget are known after the step alone
+        if self._structure.conditional:  # only after the step is it known which sites share the budget
             return ("whole",) * len(leaves)
         found: list[tuple[Site, int]] = []
         unfolded(self._structure, None, found)

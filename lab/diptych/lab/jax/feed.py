@@ -28,7 +28,7 @@ from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Site, Tensor, is_recorded
 
 Array = jax.Array
-_BUDGET = 2**61  # bytes: all values are whole
+_BUDGET = 2**61  # bytes, enough to keep all values whole
 
 
 class Feeder:
@@ -126,7 +126,9 @@ class _Program:
 
     def __call__(self, arrays: Sequence[Any], fed: Mapping[str, Tensor]) -> Forward:
         if fed and (found := next((kind for kind in _kinds(self._body) if kind in _UNFED), None)):
-            raise UnsupportedError(f"bisect: activations inside of {_UNFED[found]} cannot be replaced")
+            raise UnsupportedError(
+                f"bisect: activations inside of {_UNFED[found]} cannot be replaced; call the modules outside of it"
+            )
         observed = [np.asarray(x) for x in self._run(list(arrays), self._stacks(fed))]
         entries = self._entries(lambda position: observed[position])
         values = {e.site.key: _tensor(observed[e.start][e.at]) for e in entries}

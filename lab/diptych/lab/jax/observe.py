@@ -53,7 +53,10 @@ class Where(NamedTuple):
     def at(self, eqn: Any) -> Where:
         stack = eqn.source_info.name_stack.stack
         if unknown := {type(s).__name__ for s in stack} - {"Scope", "Transform"}:
-            raise UnsupportedError(f"capture: JAX {jax.__version__} names scopes by {min(unknown)}, which is not known")
+            raise UnsupportedError(
+                f"capture: JAX {jax.__version__} has scopes of a kind that this diptych does not know, {min(unknown)}; "
+                "use a version of JAX that diptych supports"
+            )
         names = [s.name for s in stack if type(s).__name__ == "Scope"]
         module = next((n[len(SCOPE) :] for n in reversed(names) if n.startswith(SCOPE)), self.module)
         own = tuple(n for n in names if not n.startswith(SCOPE) and n not in (_RECOMPUTED, "checkpoint", ROW))
@@ -138,7 +141,9 @@ class Observer(Interpreter):
         """**Raises** NotImplementedError if bodies contain sites. Products and names are allowed, and then not
         observed."""
         if any(map(_marked, bodies)):
-            raise UnsupportedError(f"capture: sites inside of {where} are not supported")
+            raise UnsupportedError(
+                f"capture: sites inside of {where} are not supported; call the modules outside of it"
+            )
 
     def _named(self, eqn: Any, where: Where) -> bool:
         """Returns whether an equation is a site without a tap: a `checkpoint_name`, or a product outside of modules."""
@@ -177,7 +182,7 @@ class Observer(Interpreter):
         else:
             found = self._leaf(x, eqn.params["name"], kind, refs, made, eqn.params)
             x = self._replaced(x, eqn.params["order"], number)
-        if kind == "parameter":  # the model may use the tap's operand
+        if kind == "parameter":  # the model may use the parameter itself, the tap's operand
             known.come_from(eqn.invars, [found])
         return [x], [found]
 
@@ -195,7 +200,7 @@ class Observer(Interpreter):
         whole = all(leaf is not r for leaf, r in zip(of_operands, refs, strict=True))
         operation = self._operation(op, options) if self._operation and whole and options is not None else None
         named = dict(zip(results, outs, strict=True))
-        given = dict(zip(operands, ins, strict=True))  # amaxes may be operands
+        given = dict(zip(operands, ins, strict=True))  # the amaxes of copies may be operands
         copies = own_ops.copies(op, params, given | named)
         return outs, [observed(x, n, "result", every, operation, copies.get(n)) for n, x in named.items()]
 

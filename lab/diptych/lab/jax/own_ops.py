@@ -205,7 +205,10 @@ def _widened(op: Op, x: dict[str, Array]) -> dict[str, Array]:
         return x
     have, want = x["x"].dtype, jnp.dtype(op.options["dtype"])
     if jnp.promote_types(have, want) != want:
-        raise ReplayError(f"activation_grad: JAX computes x's dtype, {have}, or a wider one; the result has {want}")
+        raise ReplayError(
+            f"activation_grad: JAX computes a result in x's dtype, {have}, or a wider one, and the recorded result has "
+            f"{want}; replay it in torch"
+        )
     return {**x, "x": x["x"].astype(want)}
 
 

@@ -122,7 +122,7 @@ def _of_logsumexp(walk: Walk, total: Any, at: Any, factor: float) -> Loss | None
         return None
     x, shape = found.x, tuple(found.x.aval.shape)
     of = walk.logsumexp(total, shape, found.places)
-    if of is None:  # both may be computed from the logits minus their maximum
+    if of is None:  # the logarithm and the logits at the targets may be computed from the logits minus their maximum
         of = walk.reduced(total, shape, "reduce_sum", log=True, places=found.places)
         if of is None or walk.summed_exp(of) is not x or (of := walk.shifted(x)) is None:
             return None

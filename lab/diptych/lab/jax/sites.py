@@ -48,9 +48,9 @@ def unfolded(
 
     def emit(leaf: Observed, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
         site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, ())  # type: ignore[arg-type]
-        if leaf.kind.endswith("_grad"):  # a gradient has the call of its array
+        if leaf.kind.endswith("_grad"):  # a gradient has the number of the call that made its array
             if not (of := open_[leaf.tap, at, suffix]):
-                what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
+                what = "JAX has moved its activation out of the loop around it, or differentiates twice"
                 message = f"capture: leaves out a gradient of {leaf.name}: {what}"
                 warnings.warn(message, common.CaptureWarning, stacklevel=2)
                 return deps

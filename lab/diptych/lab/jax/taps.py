@@ -89,7 +89,7 @@ class Tracing:
     def module(self, owner: Any, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module and returns its output with taps."""
         top = self._frames[-1] if self._frames else None
-        if top is not None and top.owner is owner:  # a base class's `__call__`, which the module itself calls
+        if top is not None and top.owner is owner:  # the module itself calls its base class's `__call__`
             return run(*args, **kwargs)
         if top is not None and top.path == path:
             top.inner = True
@@ -266,7 +266,10 @@ def _hook_vjp(stack: contextlib.ExitStack) -> None:
     inside = inspect.unwrap(jax.value_and_grad).__globals__
     found = inside.get("vjp")
     if not callable(found):
-        raise UnsupportedError(f"capture: JAX {jax.__version__} has no function vjp beside jax.value_and_grad")
+        raise UnsupportedError(
+            f"capture: JAX {jax.__version__} has no function vjp in the module of jax.value_and_grad, by which "
+            "captures see gradients; use a version of JAX that diptych supports"
+        )
     of_grad, of_user = _hooked(found, True), _hooked(jax.vjp, False)
     inside["vjp"], jax.vjp, user = of_grad, of_user, jax.vjp  # type: ignore[assignment]
 

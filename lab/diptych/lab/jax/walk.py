@@ -143,7 +143,7 @@ class Walk:
             arrays = list(e.invars)
             if kind == "max":
                 arrays = [u for u in arrays if self.constant(u) != -math.inf]
-            elif kind == "select_n":  # 0 for what is not finite
+            elif kind == "select_n":  # the maximum may be replaced by 0 where it is not finite
                 guard = self.made(arrays[0], "is_finite")
                 guards = guard is not None and guard.invars[0] is arrays[2] and self.filled(arrays[1]) == 0
                 arrays = arrays[2:] if guards else []

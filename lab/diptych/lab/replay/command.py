@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         again = frontend.replay(found.op, args.device)
         outcomes = judged(found.op, again, trace.meta.device == args.device)
     except REFUSED as e:
-        raise ReplayError(f"{args.site}: {found.op.kind} cannot be computed of the recorded operands: {e}") from e
+        raise ReplayError(f"{args.site}: {found.op.kind} cannot be computed from the recorded operands: {e}") from e
     if args.json:
         files.write_text(args.json, json.dumps(_data(found, framework, args.device, outcomes), indent=1) + "\n")
     print(_text(found, trace, framework, args.device, outcomes))

@@ -66,11 +66,11 @@ class Operands(dict[str, T]):
     """The operands of an operation in a framework, by name. A missing name **raises** ReplayError."""
 
     def __missing__(self, name: str) -> T:
-        raise ReplayError(f"operand {name} is missing")
+        raise ReplayError(f"operand {name} is missing in the trace")
 
 
 def require_results(op: Op, found: dict[str, T]) -> dict[str, T]:
     """Returns the results `found`. **Raises** ReplayError if a recorded result of `op` is not among them."""
     if missing := [name for name in op.outputs if name not in found]:
-        raise ReplayError(f"{op.kind} has no result {missing[0][:80]!r} here; it has {', '.join(found)}")
+        raise ReplayError(f"{op.kind} has no result {missing[0][:80]!r} in this framework, but {', '.join(found)}")
     return found

@@ -81,7 +81,7 @@ def _found(observations: list[Observation], site: str) -> Observation:
         keys = ", ".join(o.site.key for o in named[:8])
         raise ReplayError(f"{site}: is the name of {len(named)} sites; give the key of one: {keys}")
     near = difflib.get_close_matches(site, {**by_key, **dict.fromkeys(o.site.name for o in observations)}, 3, 0.5)
-    raise ReplayError(f"{site!r}: the step has no such site" + (f"; near are {', '.join(near)}" if near else ""))
+    raise ReplayError(f"{site!r}: the step has no such site" + (f"; similar are {', '.join(near)}" if near else ""))
 
 
 def _with_operation(found: Observation, observations: list[Observation], trace: Trace) -> Observation:
@@ -115,7 +115,9 @@ def _operation(found: list[Observation], by_key: Mapping[str, Observation]) -> R
     results = {argument(o.site.key): o for o in found}
     row = table.TABLE[name]
     if missing := [n for n in row.operands if n not in operands]:
-        raise ReplayError(f"{site.key}: operand {missing[0]} of {name} was not recorded")
+        raise ReplayError(
+            f"{site.key}: operand {missing[0]} of {name} was not recorded; capture with sites that match operands too"
+        )
     if unknown := [n for n in operands if n not in row.operands + row.optional]:
         raise ReplayError(f"{site.key}: {name} has no operand {unknown[0][:80]!r}")
     inputs, outputs = ({k: _whole(o) for k, o in some.items()} for some in (operands, results))

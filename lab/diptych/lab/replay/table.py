@@ -192,7 +192,7 @@ def decoded(name: str, text: str) -> dict[str, Any]:
     """Returns the options of a row from a trace's JSON text. **Raises** ValueError if the row does not have them."""
     found = parse(text.encode(), f"{name}: options")
     if not isinstance(found, dict):
-        raise ValueError(f"{name}: options: must be an object of JSON")
+        raise ValueError(f"{name}: options: must be a JSON object")
     try:
         options = {k: _read(k, v) for k, v in found.items()}
     except CheckpointError as e:
@@ -230,7 +230,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     tests = TABLE[name].options
     if options.keys() != tests.keys():
         raise ValueError(
-            f"{name}: its options are {', '.join(tests) or 'none'}, not {', '.join(options)[:200] or 'none'}"
+            f"{name}: its options are {', '.join(tests) or 'none'}, got {', '.join(options)[:200] or 'none'}"
         )
     wrong = next((k for k, test in tests.items() if not test(options[k])), None)
     if wrong is not None:

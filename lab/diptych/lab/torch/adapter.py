@@ -116,7 +116,7 @@ class TorchTrainer:
         tensors = {k: v for k, v in self._model.named_buffers() if ".scale_states." in k and k.endswith(".scale")}
         if not tensors:
             return {}
-        values = torch.cat(list(tensors.values())).tolist()  # one transfer
+        values = torch.cat(list(tensors.values())).tolist()  # a single transfer to the host for all values
         names = [k.removesuffix(".scale").replace(".scale_states", "") for k in tensors]
         return dict(zip(names, values, strict=True))
 
@@ -137,7 +137,7 @@ class TorchTrainer:
 
 def _spoil(q: QuantizedTensor, factor: float) -> QuantizedTensor:
     """Returns `q` with the self-test's fault; see `Corruption`."""
-    if q.quantizer.format.two_level:  # the factor is too large for an E4M3 scale
+    if q.quantizer.format.two_level:  # an E4M3 scale cannot hold the factor
         assert q.amax is not None
         q.amax = q.amax * factor
         return q

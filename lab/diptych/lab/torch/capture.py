@@ -90,7 +90,7 @@ class Capture:
 
     def __enter__(self) -> Capture:
         if self._writer is not None:
-            raise RuntimeError("capture: a capture cannot be entered twice")
+            raise RuntimeError("capture: a capture cannot be entered twice; make a new one by capture(...)")
         self._paths: dict[int, str] = {}
         self._modules: dict[int, nn.Module] = {}
         for path, module in self._model.named_modules():
@@ -141,7 +141,7 @@ class Capture:
                 if not self._began:
                     raise RuntimeError(
                         f"capture: no module of the model ran in step {self._steps}, or it ran in another process or "
-                        "thread, or in code that torch.compile had exported or packaged"
+                        "thread, or in code that torch.compile had exported or packaged; call step() behind each run"
                     )
                 self._warn_of_gradients()
                 entries = self._entries()
@@ -176,7 +176,7 @@ class Capture:
             with self._attached():
                 same = plain_bits.bits(self._model, run) == plain
                 if not self._began:
-                    raise RuntimeError("capture: check() ran no module of the model")
+                    raise RuntimeError("capture: check() ran no module of the model; give it a function that runs it")
         finally:
             self._quiet = False
             self._begin()
@@ -299,7 +299,7 @@ class Capture:
         self._running.gradient(ticket)
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
-            self._seen.pop(("gradient", ticket), None)  # the gradient of an earlier backward pass
+            self._seen.pop(("gradient", ticket), None)  # an earlier backward pass may have left its gradient
             seen = self._see("activation_grad", of.name, of.call, gradient)
             if seen is not None:
                 self._seen["gradient", ticket] = seen
@@ -313,7 +313,7 @@ class Capture:
             self._last[name] = seen
 
     def call(self, key: int, backward: bool) -> int:
-        if not backward and compiled.in_backward():  # a recomputation
+        if not backward and compiled.in_backward():  # the call is a recomputation
             return -1
         self._start()
         if not backward:

@@ -180,7 +180,7 @@ def _variant(op: Any) -> str:
         return ""
     signature = str(schema(op))
     inputs, arrow, results = signature[signature.index("(") :].rpartition(") -> ")
-    # Schemas show any opaque type as PyObject, and take it by the name of any.
+    # A schema's text shows every opaque type as PyObject, and `define` takes the name of any opaque type for it.
     inputs = inputs.replace("PyObject", constants.schema_type(Constants))
     star = "" if any(a.kwarg_only for a in schema(op).arguments) else ", *"
 

@@ -25,7 +25,7 @@ from diptych.lab.traces.schema import Kind, Operation
 from diptych.torch.private.dispatch import tree_unflatten
 from diptych.torch.private.graphs import COMPILED
 
-_BUDGET = 2**61  # bytes: all values are whole
+_BUDGET = 2**61  # bytes, enough to keep all values whole
 
 
 class Feeder:
@@ -40,7 +40,7 @@ class Feeder:
             capture(self._model, out=folder, values="full", budget=_BUDGET) as recording,
             _unseen(self._model) as unseen,
         ):
-            self._run(inputs)  # with gradients: autograd's graph shows which tensors each one is computed from
+            self._run(inputs)  # gradients stay on, since autograd's graph shows from which tensors each one is computed
             recording.step()
         return list(unseen)
 
@@ -175,7 +175,7 @@ class _Pass:
             """Returns an argument with replaced tensors, and its description with slots."""
             key = lambda place: f"operand:{rules.printable(name + place)}"  # noqa: E731
             slot = lambda x, place: Slot(key(place), array=first.setdefault(id(x), key(place)))  # noqa: E731
-            slots = _described(value, slot, place)  # before `mapped` writes to it
+            slots = _described(value, slot, place)  # the description comes first, since `mapped` may change the value
             return mapped(value, lambda x, place: self._see(key(place), x, made), place=place), slots
 
         of_args = [given(x, f"[{i}]") for i, x in enumerate(args)]
@@ -215,8 +215,10 @@ class _Pass:
         if (found := self._fed.get(key)) is None:
             return x
         if found.bits.shape != x.shape:
-            raise UnsupportedError(f"bisect: {key} has other shapes in other passes: {list(found.bits.shape)} and "
-                                   f"{list(x.shape)}, since values decide them")  # fmt: skip
+            raise UnsupportedError(
+                f"bisect: {key} has shape {list(found.bits.shape)} in one pass and {list(x.shape)} in another, since "
+                "values decide it; such a model cannot be bisected"
+            )
         bits = found.bits.tobytes()
         if bits == self.values[key].bits.tobytes():
             return x

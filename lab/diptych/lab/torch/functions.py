@@ -56,7 +56,7 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # compilers trace this line alone
+        if torch.compiler.is_compiling():  # compilers trace these two lines and nothing behind them
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward and all(t in (Tensor, nn.Parameter) for t in types):
             with self:
@@ -123,9 +123,9 @@ def recorded(modules: Iterable[nn.Module], mode: Functions) -> Iterator[None]:
         for file in files:
             if file is not None and _is_rotary(vars(file).get(_ROTARY)):
                 stack.enter_context(_wrapped(file, mode))
-        default = default_device_mode()  # torch requires it at the bottom
+        default = default_device_mode()  # torch requires the default device's mode at the bottom
         first = [m for m in function_modes() if m is default]
-        # The mode goes below all others, which may be left before it, in any step.
+        # `mode` goes below all other modes, since these may be left earlier, in any step.
         _restack([*first, mode, *[m for m in function_modes() if m is not default]])
         stack.callback(lambda: _restack([m for m in function_modes() if m is not mode]))
         yield
@@ -224,7 +224,7 @@ def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
     """Returns whether a function rotates pairs of neighbors (`interleaved`), judged by its results for small tensors of
     the same dtypes and ranks on the CPU; None if it is not the table's operation."""
     if len({named[name].shape[-1] for name in ("q", "k", "cos", "sin")}) > 1:
-        return None  # the function rotates a part of each head alone
+        return None  # the function rotates only a part of each head
     small = dict(named)
     for i, name in enumerate(("q", "k", "cos", "sin")):
         shape = [min(n, 8) for n in named[name].shape]
@@ -233,7 +233,7 @@ def _form(real: Callable[..., Any], named: dict[str, Any]) -> bool | None:
     with without_function_modes():
         try:
             out = real(**small)
-        except Exception:  # small tensors violate an assumption of the function; the user's own call may be valid
+        except Exception:  # small tensors may violate an assumption of the function that the user's call meets
             return None
         if not (isinstance(out, tuple) and len(out) == 2 and all(map(_plain, out))):
             return None
@@ -330,7 +330,8 @@ def _product(equation: str, a: Tensor, b: Tensor) -> _Described | None:
     for t, term in zip((a, b), terms, strict=True):
         for n, c in zip(t.shape, term, strict=True):
             sizes.setdefault(c, set()).add(n)
-    for c in [c for c, found in sizes.items() if len(found) > 1]:  # 1 and n: repeated along the other operand's axis
+    # An axis of extent 1 in one operand is repeated along the other operand's axis.
+    for c in [c for c, found in sizes.items() if len(found) > 1]:
         own = next(letters)
         terms = [
             "".join([own if x == c and n == 1 else x for n, x in zip(t.shape, term, strict=True)])

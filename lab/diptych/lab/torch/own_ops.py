@@ -176,7 +176,8 @@ def results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
 def errors(call: Call, made: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the result of `statistics.errors` for each payload that a call of quantize made, by name. `made`: the
     call's results."""
-    register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))  # the lab's own ops
+    # This observer hides the lab's own ops from the capture.
+    register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))
     try:
         with without_function_modes():
             copies = list(_copies(call, made))
@@ -287,7 +288,9 @@ def _quantize(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
     given: Any = [x.get(name) for name in ("amax", "columnwise_amax", "scale", "rng")]
     if o["source"] is None:
         if total is not None:
-            raise UnsupportedError("quantize: torch sums the columns of what a norm or an activation makes alone")
+            raise UnsupportedError(
+                "quantize: torch sums columns only where a norm or an activation is quantized; replay it in JAX"
+            )
         if "pending" not in x:
             return _quantized("quantize", o, quantize_ops.quantize(x["x"], quantizer, *given))
         made = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
@@ -339,7 +342,10 @@ def _grouped_gemm(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
         product = grouped_ops.grouped_gemm(a, b, x["offsets"], x.get("bias"), *each, o["alpha"], dtype, options)
         return {"d": product}
     if o["alpha"] != 1.0:
-        raise UnsupportedError(f"grouped_gemm: torch adds a product to acc without a factor alpha, {o['alpha']}")
+        raise UnsupportedError(
+            f"grouped_gemm: torch adds a product to acc without a factor, and the call has alpha={o['alpha']}; "
+            "replay it in JAX"
+        )
     grouped_ops.grouped_gemm_into(x["acc"], a, b, x["offsets"], *each, options)
     return {"d": x["acc"]}
 

@@ -64,7 +64,7 @@ def set_back(model: nn.Module) -> Iterator[None]:
             p.grad = grad
     written = [name for name, p in known.items() if p._version != versions[name]]
     if written:
-        raise RuntimeError(f"a run that must update nothing has changed parameters: {few(written)}")
+        raise RuntimeError(f"capture: the run that check() is given must update nothing, and changed {few(written)}")
 
 
 def _attributes(held: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Seen:
         return _site(self.name, self.kind, self.call, self.shape, self.dtype, None, None).key
 
 
-@functools.lru_cache(2**16)  # steps have the same sites, and to check one takes longer than to find it
+@functools.lru_cache(2**16)  # all steps have the same sites, and checking a site takes longer than this look-up
 def _site(name: str, kind: Kind, call: int, shape: Any, dtype: str, inputs: Any, operation: Any) -> Site:
     return Site(rules.printable(name), kind, call, shape, dtype, inputs, operation)
 
@@ -85,10 +85,13 @@ def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
         if len(calls) > 1:
             calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
         if not calls:
-            raise UnsupportedError(f"capture: gradients of {name} match no call: it was recomputed with other bits")
-        for call in calls if all(call in found for call in calls) else ():  # an earlier backward pass matched them
+            raise UnsupportedError(
+                f"capture: gradients of {name} match no call, since its checkpoint recomputed it with other bits; make "
+                "the recomputation repeat the forward, for instance by preserve_rng_state=True"
+            )
+        for call in calls if all(call in found for call in calls) else ():  # an earlier backward pass took all calls
             del seen["gradient", found.pop(call)]
-        call = [call for call in calls if call not in found][-1]  # recomputation runs from the last to the first
+        call = [call for call in calls if call not in found][-1]  # backward recomputes calls from the last to the first
         found[call], seen["gradient", ticket].call = ticket, seen[call].call
 
 

@@ -21,7 +21,7 @@ def linear(x, weight, bias=None, *, dtype):
         elif torch.float64 in [result, *[t.dtype for t in given]]:
             work = torch.float64
         else:
-            work = torch.float32  # products of narrower floats are exact in it
+            work = torch.float32  # a product of two narrower floats is exact in float32
         x, weight, bias = x.to(work), weight.to(work), None if bias is None else bias.to(work)
     return F.linear(x, weight, bias).to(result)
 
@@ -34,7 +34,7 @@ def matmul(a, b, *, equation, dtype):
         elif torch.float64 in (result, a.dtype, b.dtype):
             work = torch.float64
         else:
-            work = torch.float32  # products of narrower floats are exact in it
+            work = torch.float32  # a product of two narrower floats is exact in float32
         a, b = a.to(work), b.to(work)
     terms, out = equation.split("->")
     left, right = terms.split(",")
@@ -66,7 +66,7 @@ def conv(x, weight, bias=None, *, layout, strides, dilation, input_dilation, gro
         spread = x.new_zeros(*x.shape[:2], *sizes)
         spread[(..., *[slice(None, None, d) for d in input_dilation])] = x
         x = spread
-    both = [max(min(low, high), 0) for low, high in padding]  # the rest is added, or cut off, before
+    both = [max(min(low, high), 0) for low, high in padding]  # torch pads both ends alike; `rest` is padded before
     rest = [(low - n, high - n) for (low, high), n in zip(padding, both, strict=True)]
     if any(n for pair in rest for n in pair):
         x = F.pad(x, [n for pair in reversed(rest) for n in pair])
@@ -107,14 +107,14 @@ def silu(x):
 
 def add(a, b):
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(a.dtype)
-    if signed is not None and a.dtype == b.dtype:  # torch cannot add these; signed integers have the same bits
+    if signed is not None and a.dtype == b.dtype:  # torch adds no unsigned integers; signed sums have the same bits
         return (a.view(signed) + b.view(signed)).view(a.dtype)
     return a + b
 
 
 def mul(a, b):
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(a.dtype)
-    if signed is not None and a.dtype == b.dtype:  # torch cannot multiply these; signed integers have the same bits
+    if signed is not None and a.dtype == b.dtype:  # torch multiplies no unsigned integers; signed ones have equal bits
         return (a.view(signed) * b.view(signed)).view(a.dtype)
     return a * b
 

@@ -88,7 +88,7 @@ class Modules:
 
     def __init__(self) -> None:
         self._stack: list[str] = []
-        self._makers = _Makers(), _Makers()  # those of forward passes, and those of recomputation in backward passes
+        self._makers = _Makers(), _Makers()  # one for forward passes, one for recomputations in backward passes
         self._again: set[int] = set()  # tickets of recomputed outputs
         self._last: tuple[int, bool] | None = None  # the last gradient's backward pass, and whether it is in `_again`
 
@@ -104,7 +104,7 @@ class Modules:
 
     def leave(self, path: str) -> None:
         if path in self._stack and not compiled.recomputes():
-            while self._stack.pop() != path:  # modules that were left by an exception
+            while self._stack.pop() != path:  # an exception may have left modules inside of this one
                 pass
             self._makers[compiled.in_backward()].now(self._stack[-1] if self._stack else None)
 
@@ -277,7 +277,7 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         # Autograd functions do not take nested tensors, except jagged ones.
         if x.requires_grad and torch.is_grad_enabled() and not (x.is_nested and x.layout is torch.strided):
             replaced = True
-            if _shared(x, given):  # autograd must see the caller's writes to x
+            if _shared(x, given):  # x may be written by the caller, and autograd must see that
                 hook = functools.partial(recorder.backward, key, ticket=ticket)
                 _hook_if_written(x, hook)
                 x = x.view_as(x)
@@ -350,7 +350,8 @@ def _may_call(module: nn.Module) -> bool:
     """Returns whether a module's own code may call diptych's ops. Others get no `Caller`, which makes tracing
     slower."""
     file = type(module).__module__
-    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")  # that calls user functions
+    # torch's transformers call functions of users.
+    of_torch = file.startswith("torch.nn.modules.") and not file.endswith(".transformer")
     return not of_torch or bool(forward_hooks(module) or forward_pre_hooks(module))
 
 

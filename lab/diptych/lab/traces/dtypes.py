@@ -53,7 +53,7 @@ class DType:
         """Returns the values as float64, in `out` if it is given; 64-bit integers are rounded."""
         out = np.empty(bits.shape) if out is None else out
         if self.kind == "float" and self.nbytes <= 2:
-            return _values(self).take(bits, out=out, mode="clip")  # other modes copy
+            return _values(self).take(bits, out=out, mode="clip")  # with other modes `take` makes a copy first
         with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
             np.copyto(out, bits.view(np.dtype(f"{self.kind[0]}{self.nbytes}")))
         return out
@@ -72,10 +72,10 @@ class DType:
         signed = bits.view(np.dtype(f"i{self.nbytes}"))
         if self.kind == "int":
             return signed
-        sign = signed >> (8 * self.nbytes - 1)  # 0 or -1
+        sign = signed >> (8 * self.nbytes - 1)  # 0 for positive numbers, -1 for negative ones
         ordered = sign & np.iinfo(signed.dtype).max
         ordered ^= signed
-        ordered -= sign  # sign and magnitude -> two's complement
+        ordered -= sign  # this makes two's complement of sign and magnitude
         return ordered
 
 

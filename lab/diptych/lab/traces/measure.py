@@ -67,7 +67,7 @@ class Distance:
 class _Part(NamedTuple):
     """The comparison of one block, or of several consecutive ones."""
 
-    same: bool  # all bits
+    same: bool  # whether all bits are equal
     differing: int
     first: int | None
     max_ulp: int

@@ -117,7 +117,7 @@ class Rank:
             found = tensor_file.read(path)
             _check_tensors(path, found, self.step(step))
             self._mapped[step] = found
-            if len(self._mapped) > _OPEN_FILES:  # each keeps a descriptor
+            if len(self._mapped) > _OPEN_FILES:  # each mapped file keeps a descriptor open
                 self._mapped.popitem(last=False)
         return self._mapped[step]
 

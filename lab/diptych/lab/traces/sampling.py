@@ -30,7 +30,7 @@ def places(size: int, count: int) -> np.ndarray:
     read-only. **Raises** ValueError if there are fewer elements than places.
     """
     if not 0 <= count <= size:
-        raise ValueError(f"there are no {count} places in {size} elements")
+        raise ValueError(f"there are no {count} places in {size} elements; count must be from 0 to size")
     half = max((size - 1).bit_length() + 1, 2) // 2
     found = _permuted(np.arange(count, dtype=np.uint64), half)
     while (outside := found >= size).any():  # a permutation of 4^half positions leads back into the first `size`
@@ -45,7 +45,7 @@ def _permuted(x: np.ndarray, half: int) -> np.ndarray:
     width, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = x >> width, x & mask
     for round_ in range(_ROUNDS):
-        mixed = (right + np.uint64(round_ + 1)) * np.uint64(_SEED)  # wraps
+        mixed = (right + np.uint64(round_ + 1)) * np.uint64(_SEED)  # wraps around at 2^64
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << width) | right

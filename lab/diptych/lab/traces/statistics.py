@@ -61,10 +61,10 @@ def quantization(
     **Raises** ValueError if the shapes differ, TypeError for an unknown dtype.
     """
     if not x.shape == codes.shape == result.shape:
-        raise ValueError(f"shapes differ: {x.shape}, {codes.shape}, {result.shape}")
+        raise ValueError(f"shapes differ: x has {x.shape}, codes has {codes.shape}, result has {result.shape}")
     (form, before), (result_form, after) = bits_of(x, dtype), bits_of(result, result_dtype)
     if element not in LARGEST:
-        raise TypeError(f"no tensor is quantized to {element}, but to {', '.join(LARGEST)}")
+        raise TypeError(f"element must be one of {', '.join(LARGEST)}, to which tensors are quantized, got {element}")
     payload, largest = DTYPES[element], LARGEST[element]
     # Rounding to the largest value moves a value by at most half of the last step between two values of the format.
     step = largest - float(payload.decode(np.array([payload.largest - 1], np.uint8))[0])

@@ -20,7 +20,7 @@ from diptych.lab import files
 from diptych.lab.traces.dtypes import STORED, DType, bits_of
 from diptych.lab.traces.schema import TraceError, check_shape, from_json, parse
 
-LONGEST_HEADER = 100_000_000  # the format's own limit
+LONGEST_HEADER = 100_000_000  # the limit of the safetensors format
 
 
 class Tensor(NamedTuple):

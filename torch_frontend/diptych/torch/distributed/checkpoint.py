@@ -161,13 +161,16 @@ def _require_within(tensors: Mapping[str, Any], group: Any) -> None:
     for name, t in tensors.items():
         over = t.over if isinstance(t, Pieces) else t.device_mesh.mesh.flatten().tolist() if is_sharded(t) else ()
         if not ranks.issuperset(over):
-            raise CheckpointError(f"{name} is sharded over the ranks {sorted(over)}, the group has {sorted(ranks)}")
+            raise CheckpointError(
+                f"{name} is sharded over the ranks {sorted(over)}, the group has {sorted(ranks)}; give a process group "
+                "with all ranks that hold parts of the model"
+            )
 
 
 def _write(path: Path, content: Any) -> None:
     with replacing(path) as f:
         torch.save(content, f)
-    _read(path)  # finds now what cannot be read later, such as objects of users' classes
+    _read(path)  # raises if the file could not be loaded later, for instance because of objects of users' classes
 
 
 def _rank_file(rank: int) -> str:
@@ -203,7 +206,8 @@ class _Plan:
         self.path = path
         self.header = _read(path / checkpoint_folders.HEADER)
         if self.header["version"] != VERSION:
-            raise CheckpointError(f"{path}: written in format {self.header['version']}, this diptych reads {VERSION}")
+            version = self.header["version"]
+            raise CheckpointError(f"{path}: is written in checkpoint format {version}, this diptych reads {VERSION}")
         ranks = self.header["ranks"]
         self.own = _read(path / _rank_file(rank % ranks))
         self.states = self.own["states"]
@@ -228,9 +232,9 @@ class _Plan:
         if said := differences(tensors, [name for name in self.saved if not name.startswith(OPTIMIZER)]):
             raise CheckpointError(said)
         if meta := [name for name, t in tensors.items() if isinstance(t, Tensor) and t.is_meta]:
-            raise CheckpointError(f"{listed(meta)} here lie on meta: call to_empty of the model before")
+            raise CheckpointError(f"{listed(meta)} here lie on meta: call to_empty(device=...) of the model before")
         wrong = [
-            f"{name} is {found} there, {here} here"
+            f"{name} is {found} in the checkpoint and {here} in the model"
             for name, t in tensors.items()
             if isinstance(t, Tensor) and (found := _form(self.saved[name])) != (here := f"{t.dtype}{list(t.shape)}")
         ]
@@ -240,9 +244,9 @@ class _Plan:
 
     def _room(self, optimizer: OptimizerState) -> dict[str, Any]:
         if "groups" not in self.own:
-            raise CheckpointError("it was saved without an optimizer")
+            raise CheckpointError("it was saved without an optimizer; load it without optimizer=")
         if self.own["kind"] != (kind := type(optimizer.optimizer).__name__):
-            raise CheckpointError(f"the optimizer was {self.own['kind']}, here it is {kind}")
+            raise CheckpointError(f"the optimizer was {self.own['kind']}, here it is {kind}; give one of that class")
         optimizer.check(self.own["groups"])
         return {
             name: optimizer.room(name, tuple(form.size), form.properties.dtype)

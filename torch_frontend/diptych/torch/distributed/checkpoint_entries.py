@@ -65,7 +65,8 @@ def module_cuts(model: nn.Module) -> dict[str, ModuleCut]:
             if p is None and getattr(module, name, None) is not None:
                 raise UnsupportedError(
                     f"{key or type(module).__name__} is cut over {module.tp_size} ranks, and its {name} is no "
-                    "parameter of its own (parametrized), so that this rank's part of it is not known"
+                    "parameter of its own (parametrized), so that this rank's part of it is not known; remove the "
+                    "parametrization before"
                 )
             if p is not None:
                 found[p] = ModuleCut(how, module._require_group())
@@ -121,7 +122,7 @@ class ModelState:
     def check(self, states: Mapping[str, Tensor]) -> None:
         """**Raises** CheckpointError if the model cannot take these states."""
         if unknown := [name for name in states if self.owner(name) is None]:
-            raise CheckpointError(f"states of no module of this model: {listed(unknown)}")
+            raise CheckpointError(f"it holds states of modules that this model does not have: {listed(unknown)}")
         if lacking := self.states.keys() - states.keys():
             raise CheckpointError(f"it lacks {listed(lacking)}, which this model was prepared with")
         for name, module in self.owners.items():
@@ -181,7 +182,10 @@ class OptimizerState:
         self.params: dict[str, Any] = {}
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p not in names:
-                raise CheckpointError(f"the optimizer steps a tensor {list(p.shape)} that is no weight of the model")
+                raise CheckpointError(
+                    f"the optimizer steps a tensor {list(p.shape)} that is no weight of the model; give the whole "
+                    "model that it trains"
+                )
             self.params[names[p]] = p
         self.groups: list[dict[str, Any]] = [
             {**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
@@ -199,7 +203,8 @@ class OptimizerState:
                 if value.numel() > 1 and ((is_sharded(p) and kind != wanted) or (cut is not None and not alike)):
                     raise CheckpointError(
                         f"the optimizer's {key} of {names[p]} is {kind} {list(value.shape)} on each rank, and the "
-                        f"weight is {wanted} {list(p.shape)}, cut over ranks: other ranks could not read it"
+                        f"weight is {wanted} {list(p.shape)}, cut over ranks: such a state cannot be saved, since its "
+                        "whole is not known; make it in the weight's form"
                     )
                 self.tensors[name] = described(name, value, cut if alike else None)
 
@@ -225,7 +230,10 @@ class OptimizerState:
         whole = tuple(described(weight, p, cut).shape)
         if shape != whole or not shape:
             if cut is not None and math.prod(shape) > 1:
-                raise CheckpointError(f"{name} is {list(shape)} there, and {weight} {list(whole)} is cut over ranks")
+                raise CheckpointError(
+                    f"{name} is {list(shape)} in the checkpoint, and {weight} {list(whole)} is cut over ranks, which "
+                    "can share a state of the weight's shape only"
+                )
             # Counters are read to the CPU, and loading moves them to the device that the optimizer needs.
             return torch.empty(shape, dtype=dtype, device=p.device if shape else "cpu")
         return described(name, _empty_like(p, dtype), cut)
@@ -272,7 +280,7 @@ def differences(here: Iterable[str], there: Iterable[str]) -> str:
     """Returns a message with the names that a checkpoint lacks or has in addition, "" if there are none."""
     here, there = set(here), set(there)
     said = [f"it lacks {listed(here - there)}"] if here - there else []
-    said += [f"it holds {listed(there - here)}, which is not here"] if there - here else []
+    said += [f"it holds {listed(there - here)}, unlike this run"] if there - here else []
     return "; ".join(said)
 
 

@@ -49,7 +49,9 @@ class Pieces(Tensor):
         local = (part.to_local() if is_sharded(part) else part).detach()
         extents = [sum([number for _, number in of_dim]) for of_dim in runs]
         if list(local.shape) != extents:
-            raise CheckpointError(f"{name} {shape}: this rank holds {list(local.shape)} of it, its cuts say {extents}")
+            raise CheckpointError(
+                f"{name} {shape}: this rank holds a part {list(local.shape)}, its cuts say that the part is {extents}"
+            )
         made: Any = new_wrapper(Pieces, shape, dtype=local.dtype, device=local.device)
         made.part, made.over = part, over
         made.views = dict(_views(local, runs))
@@ -57,7 +59,7 @@ class Pieces(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func} of Pieces, which only say where a rank's part lies")
+        raise NotImplementedError(f"{func} of Pieces is not supported: they only say where a rank's part lies")
 
     # --- methods that DCP calls ---
 

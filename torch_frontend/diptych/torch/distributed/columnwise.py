@@ -31,7 +31,7 @@ def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[T
     each = fmt.block_cols  # scales of square blocks are repeated for each of their rows
     once = scale_inv.view(torch.uint8)[..., ::each, :]
     spread = once.transpose(-2, -1) if turned else once
-    columns = data.shape[-2] if turned and fmt.pack == 2 else data.shape[-1]  # may end inside of a block
+    columns = data.shape[-2] if turned and fmt.pack == 2 else data.shape[-1]  # columns may end inside of a block
     dim = -2 if turned else -1
     return data, spread.repeat_interleave(each, dim).narrow(dim, 0, columns).view(scale_inv.dtype)
 

@@ -113,7 +113,7 @@ class Gather:
                     t.untyped_storage().resize_(0)
         travelling = self.travelling(read)
         making = self.quantizer.with_usage(rowwise=ROWWISE in travelling, columnwise=COLUMNWISE in travelling)
-        sent = self.sent(making)[: None if ranks > 1 else 1]  # FSDP takes one tensor of a single rank
+        sent = self.sent(making)[: None if ranks > 1 else 1]  # FSDP takes a single tensor if there is one rank
         outputs = {name: self.whole[name].view(-1).view(torch.uint8) for name in sent}
         for name in sent:
             if self.cut_by_columns(name):

@@ -158,7 +158,10 @@ def _read_otherwise(model: nn.Module, weights: list[_Weight]) -> dict[str, str]:
     names, reasons = {id(module): name for name, module in model.named_modules()}, {}
     for name, module, _, attribute, _ in weights:
         if (id(module), attribute) not in managed:
-            raise UnsupportedError(f"parallel.prepare: {name} is a DTensor that no fully_shard in the model gathers")
+            raise UnsupportedError(
+                f"parallel.prepare: {name} is a DTensor that no fully_shard in the model gathers; prepare the module "
+                "that fully_shard was called on"
+            )
         param, group = managed[id(module), attribute]
         if reshards_over_fewer(group):
             raise UnsupportedError(
@@ -260,7 +263,9 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
 
     op, parameter = f"parallel.prepare: {name}", module._parameters[attribute]
     if isinstance(parameter, QuantizedTensorBase) or not isinstance(parameter, DTensor):
-        raise UnsupportedError(f"{op} is {type(parameter).__name__}, not a DTensor that fully_shard made")
+        raise UnsupportedError(
+            f"{op} is {type(parameter).__name__}, not a DTensor that fully_shard made; call fully_shard first"
+        )
     of_parameter: Any = parameter.device_mesh
     placements = parameter.placements
     if module._styled and of_parameter.ndim > 1:  # FSDP2's dimensions, and then the tensor-parallel one
@@ -271,23 +276,33 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
         )
     part = local_tensor(parameter)
     if isinstance(part, ShardedWeight):
-        raise ArgumentError(f"{op} is prepared already, to be gathered by {part.gather.quantizer}")
+        raise ArgumentError(
+            f"{op} is prepared already, to be gathered by {part.gather.quantizer}; call parallel.prepare once"
+        )
     if part.device.type not in (of_parameter.device_type, "meta"):
-        raise UnsupportedError(f"{op} is kept on {part.device} and gathered on {of_parameter.device_type} (offloading)")
+        raise UnsupportedError(
+            f"{op} is kept on {part.device} and gathered on {of_parameter.device_type} (offloading), and only parts on "
+            f"the device of the gather are quantized; call fully_shard without an offload policy"
+        )
+    remedy = "use another recipe for this module, or train without parallel.prepare"
     if quantizer.custom:
-        raise UnsupportedError(f"{op}: {quantizer} is the user's own and may read the whole weight; it cannot be cut")
+        raise UnsupportedError(
+            f"{op}: {quantizer} is the user's own and may read the whole weight, so it cannot be cut; {remedy}"
+        )
     if quantizer.spec.flags & (ROW_AMAX | RHT):
         raise UnsupportedError(
-            f"{op}: {quantizer} has amaxes of rows or of a transform, which are not reduced over ranks"
+            f"{op}: {quantizer} has amaxes of rows or of a transform, which are not reduced over ranks; {remedy}"
         )
     rows, ranks = _shape_of_part(module, attribute)[0], of_parameter.size(of_parameter.ndim - 1)
     fmt = quantizer.format
     if parameter.dim() == 3:
         whole = rows % ranks == 0
-        return "" if whole else f"{list(parameter.shape)} stacks {rows} weights, and {ranks} ranks hold whole ones"
+        return (
+            "" if whole else f"{list(parameter.shape)} stacks {rows} weights, which {ranks} ranks cannot share evenly"
+        )
     blocks = [fmt.block(c)[0] for c in (False, True) if (quantizer.columnwise if c else quantizer.rowwise)]
     if not all(blocks) and not fmt.one_scale:
-        return f"is cut into rows, and {fmt.name} has scales that are those of all rows"
+        return f"is cut into rows, and a scale of {fmt.name} belongs to a block of all rows"
     block = max(1, *blocks)
     if rows % (ranks * block) == 0:
         return ""
@@ -323,7 +338,7 @@ def _attach(gathered: list[tuple[weakref.ref[QuantizedModule], str, Gather]]) ->
         module = reference()
         parameter: Any = None if module is None else module._parameters.get(attribute)
         part = part_of(parameter)
-        if part is None or isinstance(part, ShardedWeight):  # None: the weight is gathered at present
+        if part is None or isinstance(part, ShardedWeight):  # a weight that is gathered at present has no part
             continue
         set_local_tensor(parameter, ShardedWeight.of(part, gather))
         if gather.amaxes is not None:

@@ -85,7 +85,7 @@ class Parts:
         alike: dict[Any, list[tuple[Gather, Plan, Tensor]]] = {}  # the core quantizes those together
         for gather in self._gathers:
             held = sharded_part(gather.param)
-            if getattr(held, "gather", None) is not gather:  # a plain tensor, which FSDP2 gathers in high precision
+            if getattr(held, "gather", None) is not gather:  # FSDP2 gathers a plain tensor in high precision
                 continue
             part = held.detach().as_subclass(Tensor)
             part = part if dtype is None else part.to(dtype)

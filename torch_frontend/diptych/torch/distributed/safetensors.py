@@ -37,7 +37,7 @@ def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors in the order of a file. **Raises** ValueError if safetensors files do not have a dtype."""
     for name, t in tensors.items():
         if t.dtype not in _NAMES:
-            raise ValueError(f"{name} is {t.dtype}, which safetensors files do not hold")
+            raise ValueError(f"{name} is {t.dtype}, which safetensors files do not hold; cast it before")
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 

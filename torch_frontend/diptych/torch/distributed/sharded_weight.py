@@ -68,7 +68,7 @@ class ShardedWeight(Tensor):
         for name, t in received.same.items():
             gather.fill(name, t)
         for name, t in zip(received.plan.sent, outputs, strict=True):
-            if gather.cut_by_columns(name):  # [ranks * K, N / ranks] to [K, N]
+            if gather.cut_by_columns(name):  # this makes [K, N] of [ranks * K, N / ranks]
                 joined = t.view(received.ranks, -1, *t.shape[1:]).transpose(0, 1).flatten(1)
                 gather.fill(name, joined.view(gather.whole[name].dtype))
                 t.untyped_storage().resize_(0)

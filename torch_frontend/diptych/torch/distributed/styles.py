@@ -216,7 +216,10 @@ def _require_plain(op: str, module: Any) -> None:
         )
     for name, p in module.named_parameters(recurse=False):
         if isinstance(p, QuantizedTensorBase):
-            raise UnsupportedError(f"{op}: {kind}.{name} is held quantized, and cut layers hold no such weights")
+            raise UnsupportedError(
+                f"{op}: {kind}.{name} is held quantized, and cut layers hold no such weights; make the module outside "
+                "of quantized_model_init"
+            )
         if isinstance(p, DTensor):
             raise ArgumentError(f"{op}: {kind}.{name} is a DTensor already; apply styles before fully_shard")
 
@@ -260,7 +263,7 @@ class _Before:
             if isinstance(self.layout, Shard) and x.shape[self.layout.dim] % self.mesh.size():
                 raise ShapeError(
                     f"{type(module).__name__}: dimension {self.layout.dim} of the input {list(x.shape)} is no multiple "
-                    f"of the {self.mesh.size()} tensor-parallel ranks"
+                    f"of the {self.mesh.size()} tensor-parallel ranks; pad it"
                 )
             x = x.to_local(grad_placements=x.placements)
         return _swapped(type(module).__name__, x) if self.swaps else x
@@ -284,5 +287,7 @@ class _After:
 
 def _swapped(op: str, x: Tensor) -> Tensor:
     if x.dim() < 3:
-        raise ShapeError(f"{op}: layouts Shard(1) are of [batch, tokens, features], got {list(x.shape)}")
+        raise ShapeError(
+            f"{op}: with a layout Shard(1) the input must be [batch, tokens, features], got {list(x.shape)}"
+        )
     return x.transpose(0, 1)

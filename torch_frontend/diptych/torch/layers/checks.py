@@ -20,7 +20,9 @@ def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     x = high_precision(op, x, dtype).to(dtype)
     require_high_precision(op, "input", x)
     if x.dim() == 0 or x.size(-1) != gamma.size(0):
-        raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], as layer_norm_weight is, got {describe(x)}")
+        raise ShapeError(
+            f"{op}: input must be [..., {gamma.size(0)}], with as many features as layer_norm_weight, got {describe(x)}"
+        )
     require_device(op, gamma, x, "input")
     if beta is not None and beta.dtype != gamma.dtype:
         raise DTypeError(f"{op}: layer_norm_bias must have layer_norm_weight's dtype {gamma.dtype}, got {beta.dtype}")
