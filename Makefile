@@ -13,7 +13,7 @@ PAIRS := build/pairs
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs versions versions-torch \
-  versions-jax lint stub bench setup clean
+  versions-jax wheels wheels-test lint stub bench setup clean
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
@@ -81,6 +81,15 @@ $(PAIRS)/.installed: constraints-pairs.txt | setup
 	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" >"$$($(PAIRS)/bin/python $(SITE))/environment.pth"
 	$(PAIRS)/bin/python -m pip install -q --no-deps -r constraints-pairs.txt
 	touch $@
+
+# Wheels for other machines, into dist, and a try of each where no compiler is. DIPTYCH_WHEEL_CUDA=off leaves GPUs out.
+DIPTYCH_WHEEL_CUDA ?= auto
+
+wheels:
+	$(PYTHON) core_cuda/wheels/build.py --cuda $(DIPTYCH_WHEEL_CUDA)
+
+wheels-test: wheels
+	$(PYTHON) tests/wheels/bare.py dist
 
 # The oldest torch and the newest JAX that are supported, each in an environment of its own, which runs a part of the
 # tests that takes minutes: private API of the framework, tracing, states, layers. NEWER is the Python of the newest JAX.

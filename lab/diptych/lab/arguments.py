@@ -21,10 +21,19 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="diptych", description="Low-precision training with the same kernels and bits in PyTorch and JAX."
     )
+    made.add_argument("--version", action=_Version, nargs=0, help="print the version of diptych, and exit")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_doctor, _train, _compare, _diff, _replay, _bisect):
         add(commands)
     return made
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        import diptych
+
+        print(f"diptych {diptych.__version__}")
+        parser.exit()
 
 
 def _doctor(commands: Any) -> None:
