@@ -155,8 +155,9 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml
-	@echo "== building the core and the handlers (CUDA: $(DIPTYCH_CUDA); DIPTYCH_CUDA=on compiles its kernels too)"
-	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/editable -e .
+	@echo "== CUDA: $(DIPTYCH_CUDA); DIPTYCH_CUDA=on compiles its kernels too"
+	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/python core_cuda/wheels/progress.py "building the core and the handlers" \
+	  $(BIN)/pip install -v --no-build-isolation --no-deps --config-settings build-dir=build/editable -e .
 	touch $@
 
 clean:

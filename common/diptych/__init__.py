@@ -1,4 +1,4 @@
-"""diptych: low-precision training with the same kernels and bits in PyTorch (`diptych.torch`) and JAX (`diptych.jax`)."""
+"""Low-precision training with the same kernels and bits in PyTorch (`diptych.torch`) and JAX (`diptych.jax`)."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
+
+from progress import CommandError, run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build/wheels"
@@ -33,14 +34,16 @@ class BuildError(RuntimeError):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS, help="versions of CPython")
-    parser.add_argument("--cuda", choices=("auto", "on", "off"), default="auto", help="kernels for GPUs (default: auto)")
+    parser.add_argument(
+        "--cuda", choices=("auto", "on", "off"), default="auto", help="kernels for GPUs (default: auto)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
     args = parser.parse_args()
     try:
         if sys.platform != "linux" or os.uname().machine != "x86_64":
             raise BuildError("wheels are built on Linux on x86-64 alone; `pip install .` builds for this machine")
         build(args.python, args.cuda, args.out)
-    except BuildError as e:
+    except (BuildError, CommandError) as e:
         print(f"wheels: error: {e}", file=sys.stderr)
         return 1
     return 0
@@ -63,17 +66,6 @@ def say(what: str) -> None:
     print(f"== {what}", flush=True)
 
 
-def run(command: list[str | Path], what: str, **env: str) -> str:
-    """Runs a command. **Returns** its output. **Raises** BuildError with the end of it if the command fails."""
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)  # fmt: skip
-    if done.returncode:
-        raise BuildError(f"{what} failed:\n{done.stdout[-6000:]}")
-    say(f"{what}: {time.monotonic() - began:.0f} s")
-    return done.stdout
-
-
 def find_python(version: str) -> Path | None:
     """Returns a CPython that can make environments, from PATH or from pyenv."""
     roots = [Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"]
@@ -91,8 +83,8 @@ def environment(name: str, python: Path, *packages: str) -> Path:
     home = WORK / name
     ready, wanted = home / ".packages", "\n".join(packages)
     if not ready.exists() or ready.read_text() != wanted:
-        run([python, "-m", "venv", "--clear", home], f"environment {name}")
-        run([home / "bin/python", "-m", "pip", "install", "-q", *packages], f"packages of {name}")
+        run(f"environment {name}", [python, "-m", "venv", "--clear", home])
+        run(f"packages of {name}", [home / "bin/python", "-m", "pip", "install", "-q", *packages])
         ready.write_text(wanted)
     return home / "bin/python"
 
@@ -107,7 +99,7 @@ def glibc_stubs() -> Path:
         source = Path(cache) / "program.c"
         source.write_text("int main(void) { return 0; }\n")
         command = [zig, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", source, "-o", f"{cache}/program"]
-        run(command, f"stub libraries of glibc {GLIBC}", ZIG_GLOBAL_CACHE_DIR=cache, ZIG_LOCAL_CACHE_DIR=cache)
+        run(f"stub libraries of glibc {GLIBC}", command, {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache})
         folder.mkdir(exist_ok=True)
         for name in STUBS:
             made = list(Path(cache).rglob(name))
@@ -123,7 +115,8 @@ def jaxlib_headers() -> Path:
     folder = WORK / pinned
     if not (folder / "jaxlib/version.py").exists():
         python = environment("zig", Path(sys.executable), ZIG)
-        run([python, "-m", "pip", "download", "-q", "--no-deps", "-d", WORK / "download", pinned], f"headers of {pinned}")
+        download = [python, "-m", "pip", "download", "-q", "--no-deps", "-d", WORK / "download", pinned]
+        run(f"headers of {pinned}", download)
         (file,) = (WORK / "download").glob("jaxlib-*.whl")
         with zipfile.ZipFile(file) as archive:
             wanted = ("jaxlib/include/", "jaxlib/__init__.py", "jaxlib/version.py")
@@ -137,16 +130,17 @@ def wheel(version: str, python: Path, cuda: str, stubs: Path, jaxlib: Path, out:
     tools = environment(f"python{version}", python, *TOOLS)
     raw = WORK / f"raw-{version}"
     shutil.rmtree(raw, ignore_errors=True)
+    path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {"DIPTYCH_CUDA": cuda, "DIPTYCH_JAX": "on", "DIPTYCH_OLD_GLIBC": str(stubs), "DIPTYCH_LINEINFO": "off"}
     run(
+        f"wheel of CPython {version} (CUDA: {cuda})",
         [tools, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", raw,
          "--config-settings", f"build-dir={WORK / 'objects'}", ROOT],
-        f"wheel of CPython {version} (CUDA: {cuda})",
-        PATH=f"{tools.parent}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(jaxlib), DIPTYCH_CUDA=cuda,
-        DIPTYCH_JAX="on", DIPTYCH_OLD_GLIBC=str(stubs), DIPTYCH_LINEINFO="off", DIPTYCH_SANITIZE="",
+        {"PATH": path, "PYTHONPATH": str(jaxlib), "DIPTYCH_SANITIZE": "", **settings},
     )  # fmt: skip
     (file,) = raw.glob("*.whl")
     repair = [tools, "-m", "auditwheel", "repair", "--strip", "--plat", PLATFORM, "--wheel-dir", raw / "named", file]
-    run(repair, f"names of CPython {version}'s wheel", PATH=f"{tools.parent}{os.pathsep}{os.environ['PATH']}")
+    run(f"names of CPython {version}'s wheel", repair, {"PATH": path})
     (named,) = (raw / "named").glob("*.whl")
     if named.stat().st_size > MOST_BYTES:
         raise BuildError(f"{named.name} has {named.stat().st_size} bytes, and {MOST_BYTES} are the most")
