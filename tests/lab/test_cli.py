@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import diptych
 from diptych.common import RECIPES, format_by_name, linear_plan
 from diptych.lab import checkpoint, cli, frontend
 
@@ -22,6 +23,13 @@ def refused(argv, capsys) -> str:
     message = capsys.readouterr().err
     assert "error: " in message and message.endswith("\n") and message.count("\n") == 1
     return message
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["--version"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out == f"diptych {diptych.__version__}\n"
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["compare"], ["diff"]])
