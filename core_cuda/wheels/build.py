@@ -28,7 +28,7 @@ TOOLS = ("scikit-build-core>=0.11", "pybind11>=2.13", "cmake>=3.25.2", "ninja", 
 
 
 class BuildError(RuntimeError):
-    """What is missing or wrong, and what helps."""
+    """The error for a machine that lacks something, or for a result that is wrong; its message says what helps."""
 
 
 def main() -> int:

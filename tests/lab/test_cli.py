@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -5,7 +6,6 @@ import sys
 
 import pytest
 
-import diptych
 from diptych.common import RECIPES, format_by_name, linear_plan
 from diptych.lab import checkpoint, cli, frontend
 
@@ -29,7 +29,7 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as e:
         cli.main(["--version"])
     assert e.value.code == 0
-    assert capsys.readouterr().out == f"diptych {diptych.__version__}\n"
+    assert capsys.readouterr().out == f"diptych {importlib.metadata.version('diptych')}\n"
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["compare"], ["diff"]])
