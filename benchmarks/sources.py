@@ -53,18 +53,19 @@ def code(path: Path) -> str:
     return _code(path.suffix, path.read_text())
 
 
-def _needed(path: Path, root: Path) -> list[Path]:
-    """Returns the files that a file includes or imports."""
+@functools.cache  # by the text too, since a test changes files
+def _needed(path: Path, root: Path, text: str) -> list[Path]:
+    """Returns the files that a file of this text includes or imports."""
     if path.suffix == ".py":
         found = []
-        for package, below, names in IMPORT.findall(path.read_text()):
+        for package, below, names in IMPORT.findall(text):
             module = Path(root, PACKAGES[package], "diptych", package, *below.split("."))
             found += [module / f"{name}.py" for name in re.findall(r"\w+", names)] + [module.with_suffix(".py")]
-        return [p for p in found if p.is_file()]
+        return [p.resolve() for p in found if p.is_file()]
     core = root / "core_cuda"
     folders = (path.parent, core, core / "include", core / "src", core / "bindings", root)
-    found = [[f / name for f in folders if (f / name).is_file()] for name in INCLUDE.findall(path.read_text())]
-    return [files[0] for files in found if files]
+    found = [[f / name for f in folders if (f / name).is_file()] for name in INCLUDE.findall(text)]
+    return [files[0].resolve() for files in found if files]
 
 
 def files(section: Section, root: Path = ROOT) -> list[Path]:
@@ -72,7 +73,8 @@ def files(section: Section, root: Path = ROOT) -> list[Path]:
     found = {p.resolve() for pattern in section.sources for p in root.glob(pattern) if p.suffix in (*CPP, ".py")}
     new = found
     while new:
-        new = {p.resolve() for path in new for p in _needed(path, root) if p.name not in LISTS} - found
+        needed = {p for path in new for p in _needed(path, root, path.read_text())}
+        new = {p for p in needed if p.name not in LISTS} - found
         found = found | new
     return sorted(found)
 

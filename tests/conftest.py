@@ -51,6 +51,11 @@ def require_cuda():
 
 
 def pytest_configure(config):
+    if config.option.markexpr.startswith("not slow") and cuda_missing():
+        # These programs take longer to compile than they run. The slow tests' are optimized.
+        fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}".strip()
     config.pluginmanager.register(budget.Budget(config))
     if (seconds := config.getoption("--seconds")) is not None:
         config.pluginmanager.register(sweeps.Deadline(config, seconds))

@@ -15,6 +15,11 @@ def others_slow(each: Iterable[str], now: Collection[str]) -> list[Any]:
     return [name if name in now else pytest.param(name, marks=pytest.mark.slow) for name in each]
 
 
+def kept(each: Iterable[str], now: Collection[str]) -> list[Any]:
+    """Returns each name as a parameter: those in `now` always run, also in a file that is sampled; others are slow."""
+    return [pytest.param(n, marks=pytest.mark.kept if n in now else pytest.mark.slow) for n in each]
+
+
 def named(each: Mapping[str, Any], now: Collection[str]) -> list[Any]:
     """Returns each value as a parameter under its name, marked slow except those in `now`."""
     return [pytest.param(v, id=name, marks=() if name in now else pytest.mark.slow) for name, v in each.items()]
@@ -35,7 +40,7 @@ def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
 
 
 PARTS = 12  # of the slow tests
-ONE_IN = 16  # of the tests that are marked sampled always runs
+ONE_IN = 32  # of the tests that are marked sampled always runs
 
 
 def part(nodeid: str) -> int:

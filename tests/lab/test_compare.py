@@ -10,7 +10,7 @@ from diptych.lab.cli import main
 
 TINY_ARGS = [
     *("--width", "32", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "8", "--lr", "0.01"),
-    *("--steps", "80", "--eval-every", "0", "--eval-batches", "8", "--no-compile", "--trace-steps", "2", "--quiet"),
+    *("--steps", "40", "--eval-every", "0", "--eval-batches", "8", "--no-compile", "--trace-steps", "2", "--quiet"),
     *("--threads", "1"),
 ]
 
@@ -71,7 +71,7 @@ def test_delayed_scaling_passes_and_shows_its_scales(delayed):
     assert {row["op"] for row in results["replay"]} == {"quantize", "gemm", "bias_grad", "scale_update"}
     assert all(run["calls"] | run["expected"] == run["calls"] for run in results["runs"].values())
     low = [run for run in results["runs"].values() if run["low"]]
-    assert all(len(run["scales"]) == 80 and len(run["scales"]["80"]) == 12 for run in low)
+    assert all(len(run["scales"]) == 40 and len(run["scales"]["40"]) == 12 for run in low)
     html = (out / "report.html").read_text()
     assert html.count("<svg") == 4 and "Delayed scales" in html and "scale_update" in html
 

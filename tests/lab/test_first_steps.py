@@ -17,7 +17,7 @@ from diptych.lab.replay.recorded import Recorded, operations
 from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Trace, TraceError
 
-RECIPE = pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed", "fp8-block")))
+RECIPE = pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed",)))
 PAIR = [require(name, "cpu") for name in ("torch", "jax")]
 
 
@@ -105,16 +105,16 @@ def test_every_operation_of_diptych_replays_to_the_same_bits_both_ways(steps, re
 
 
 def test_a_changed_scale_is_seen_by_the_replay(steps):
-    op = next(found.op for found in operations(steps["mxfp8"][0]) if found.op.kind == "gemm")
+    op = next(found.op for found in operations(steps["fp8-delayed"][0]) if found.op.kind == "gemm")
     wrong = dict(op.inputs)
-    wrong["b_scale_inv"] = Bits("float8_e8m0fnu", op.inputs["b_scale_inv"].data + np.uint8(1))
+    wrong["b_scale_inv"] = Bits("float32", op.inputs["b_scale_inv"].data + np.uint32(1 << 23))  # twice the scale
     again = PAIR[1].replay(dataclasses.replace(op, inputs=wrong), "cpu")
     assert not same_bits(op.outputs["d"], again["d"])
 
 
 def test_operations_of_the_framework_alone_are_close(steps):
     kinds = collections.Counter()
-    for op in (found.op for found in operations(steps["fp8-block"][0])):
+    for op in (found.op for found in operations(steps["fp8-delayed"][0])):
         if not TABLE[op.kind].own:
             kinds[op.kind] += 1
             for frontend in PAIR:
@@ -164,14 +164,14 @@ def test_equal_payloads_are_told_apart_by_order():
 
 def test_a_layer_without_a_product_is_missing(steps):
     """An operation of no linear layer, and one that nothing multiplies, have no role."""
-    ops = [found for found in operations(steps["mxfp8"][1]) if found.op.kind != "gemm"]
+    ops = [found for found in operations(steps["fp8-delayed"][1]) if found.op.kind != "gemm"]
     labelled = first_steps.labelled(ops, TINY)
     assert {i.role for i in labelled} == {"bias_grad"}
     missing = first_steps.missing_products(labelled, TINY)
     assert missing == [f"{name} {what}" for name in TINY.linears for what in ("fprop", "dgrad", "wgrad")]
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_values_stay_on_disk_only_where_they_are_to_be_kept(tmp_path, compiled_once, keep):
     def run():
         return first_steps.first_steps(tuple(PAIR), trainers("mxfp8"), batches(2), TINY, "cpu", tmp_path, keep)

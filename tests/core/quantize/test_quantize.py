@@ -61,7 +61,8 @@ def test_bits(device, fmt, dtype):
             runner.same_quantized(got, both, f"{case} isa={isa} threads={threads}")
         # Element alignment is all that is promised: pointers move off every wider one.
         side = turn % 2 if cases.has_columnwise(fmt, case.shape) else 0
-        check(be, x, fmt, one_sided(options, side), case, offset=1 + turn % 3, poison=0x5A)
+        if turn // 2 % 2 == 0:
+            check(be, x, fmt, one_sided(options, side), case, offset=1 + turn % 3, poison=0x5A)
 
 
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES)
@@ -102,7 +103,7 @@ def test_given_scale(device, fmt, dtype):
     for turn, (shape, values) in enumerate(itertools.product(cases.SHAPES, ("normal", "inf_nan_mix", "tiny", "huge"))):
         label = f"scale-{fmt}-{dtype}-{shape}-{values} ({cases.report_header()})"
         x = cases.draw(label, values, shape, dtype)
-        for more in ({}, {"accumulate": 0.0}, {"accumulate": 2.5}, {"accumulate": np.inf}):
+        for more in ({}, {"accumulate": 0.0}, {"accumulate": 2.5}, {"accumulate": np.inf})[turn % 2 :: 2]:
             options = {"scale": SCALES[turn % len(SCALES)], **more}
             for isa, threads in calls_of(device, x.size):
                 with runner.setting(isa, threads):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -25,7 +28,13 @@ def of(output):
     return site[1].replace(".", "/").replace("h_", "h/"), *said
 
 
-def shown(path):
-    """Runs a script in a process of its own. Returns the relative difference that it prints."""
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, cwd=HERE, timeout=300)
-    return float(re.search(r"relative rms of the difference ([\d.e+-]+)", done.stdout)[1])
+def shown(path, alone=False):
+    """Runs a script, in a process of its own if `alone`. Returns the relative difference that it prints."""
+    if alone:
+        done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, cwd=HERE, timeout=300)
+        printed = done.stdout
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(str(path), run_name="__main__")
+        printed = out.getvalue()
+    return float(re.search(r"relative rms of the difference ([\d.e+-]+)", printed)[1])

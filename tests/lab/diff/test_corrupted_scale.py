@@ -1,4 +1,4 @@
-"""A scale of one layer is wrong in one step of a hundred: its site and step are the first where two runs part."""
+"""A scale of one layer is wrong in one step of forty: its site and step are the first where two runs part."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from diptych.lab.diff import differ
 from diptych.lab.job import Corruption
 from diptych.lab.traces import Trace
 
-STEPS, AT = 100, 40
+STEPS, AT = 40, 16
 LAYERS = ("first", "second", "third")
 FAULTY = "second"
 X = np.random.default_rng(7).standard_normal((32, 32)).astype(np.float32)

@@ -303,7 +303,7 @@ class Flax(nnx.Module):
         return self.head(jax.nn.softmax(weights * self.scale) @ x)
 
 
-@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("fault", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_port_that_is_right_and_one_that_is_not(tmp_path, fault):
     """Kernels and weights are square, and images have as many channels as rows."""
     torch.manual_seed(0)

@@ -68,7 +68,16 @@ def recorded(request, tmp_path_factory):
     return request.param(tmp_path_factory.mktemp("recorded") / "trace")
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("recorded", "framework"),
+    [
+        pytest.param(torch_trace, "jax", id="torch-jax"),
+        pytest.param(jax_trace, "torch", id="jax-torch"),
+        pytest.param(torch_trace, "torch", id="torch-torch", marks=pytest.mark.slow),
+        pytest.param(jax_trace, "jax", id="jax-jax", marks=pytest.mark.slow),
+    ],
+    indirect=["recorded"],
+)
 def test_every_operation_agrees(recorded, framework, capsys, tmp_path):
     sites = [o.site for o in Trace.open(recorded).ranks[0].step(0)]
     keys = [s.key for s in sites if s.operation is not None]

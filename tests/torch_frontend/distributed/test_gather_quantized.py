@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import kept
 from torch import nn
 
 import diptych.torch as dt
@@ -52,7 +53,12 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each way once, and each kind of recipe: with states, with one scale, with scales of blocks, with random bits.
+NOW = ("fp8-delayed, resharded", "fp8-current, two microbatches", "nvfp4-1d, compiled", "mxfp8, checkpointed")
+NOW += ("fp8-block, held with masters",)
+
+
+@pytest.mark.parametrize("name", kept(CASES, NOW))
 def test_same_bits_as_one_process(name, on, pool, tmp_path):
     check(CASES[name], pool.run(TRAIN, CASES[name], into=tmp_path / "made", device=on), on)
 

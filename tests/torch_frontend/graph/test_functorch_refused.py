@@ -16,6 +16,7 @@ from diptych.common.errors import UnsupportedError
 from diptych.torch.graph import eager_only
 from torch_frontend.graph.test_functorch import MODULES, Called, equal, grad, vjp, vmap
 from torch_frontend.graph.test_traced import ROW_MAP, ROWS, K, N, of
+from torch_frontend.layer_cases import slow
 
 
 def refusals() -> dict[str, tuple[Any, str]]:
@@ -143,8 +144,13 @@ def unwarned():
     eager_only.TRANSFORMS.warned = False
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
-@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("inside", "fp8-current"), ("around", "fp8-delayed"),
+        slow("inside", "fp8-delayed"), slow("around", "fp8-current"),
+    ],
+)  # fmt: skip
 def test_transforms_leave_graphs(where, name, unwarned):
     """Dynamo runs the transform eagerly, with one warning; under fullgraph it says why not. Before, it made a graph
     whose gradients were zeros."""

@@ -68,7 +68,7 @@ def test_states_stay(name, other, how):
         same(after[key], t, key)
 
 
-@pytest.mark.parametrize("other", ("fp8-current", layers.slow("nvfp4"), "E4M3", layers.slow("longer")))
+@pytest.mark.parametrize("other", (*map(layers.slow, ("fp8-current", "nvfp4", "longer")), "E4M3"))
 def test_graphs_leave_states_too(other):
     found = []
     for compiled in (False, True):
@@ -98,9 +98,11 @@ def test_weights_alone_keep_the_seed():
 
 # --- recipes of a module's own ----------------------------------------------------------------------------------------
 
+OWN = [("eager", n) for n in NAMED]  # of compiled ones, a recipe with states runs with the tests, and one without
+OWN += [("compiled", n) if n in ("fp8-delayed", "mxfp8") else layers.slow("compiled", n) for n in NAMED]
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("how", ("eager", "compiled"))
+
+@pytest.mark.parametrize(("how", "name"), OWN)
 def test_an_own_recipe_needs_no_region(name, how):
     """Four steps outside of regions have the bits of four regions; a disabled region is in high precision."""
     recipe, found = NAMED[name], []

@@ -48,14 +48,15 @@ def _fake(mode, copy):
 
 @pytest.mark.parametrize("name", ALL)
 def test_fake_is_real(name, device):
-    """Every format and option x usage x shape x dtype: fake and meta results have the layout of the real ones."""
+    """Every format and option x usage x dtype: fake and meta results have the layout of the real ones, whatever shape
+    x has; shapes in turn."""
     fmt = name.split()[0]
-    for (rowwise, columnwise), dtype in itertools.product(tools.USAGES, FLOATS):
+    for turn, ((rowwise, columnwise), dtype) in enumerate(itertools.product(tools.USAGES, FLOATS)):
         quant = named(name, rowwise=rowwise, columnwise=columnwise)
         rng, side = tools.rng_for(quant, device), int(not rowwise)
         if quant.spec.flags & RHT and dtype != torch.bfloat16:
             continue
-        for shape in cases.shapes_of(fmt, columnwise or "square" in name):
+        for shape in cases.shapes_of(fmt, columnwise or "square" in name)[turn % 2 :: 2]:
             x = torch.zeros(shape, dtype=dtype, device=device)
             real = quantize_ops.quantize(x, quant, rng=rng)
             back = quantize_ops.dequantize(quantize_ops.copies(quant, real)[side], dtype)
