@@ -19,8 +19,11 @@ from fuzz.memory import Guarded, Pool
 
 @pytest.mark.parametrize(
     ("target", "rounds", "families"),
-    [("raw", 150, ("changed", "hammer")), ("verbs", 150, ()), ("files", 400, ()), ("modules", 8, ())],
-)
+    [
+        ("raw", 150, ("changed", "hammer")), ("verbs", 150, ()), ("files", 150, ()),
+        pytest.param("modules", 8, (), marks=pytest.mark.slow),  # test_modules.py has rounds in this process
+    ],
+)  # fmt: skip
 def test_nothing_is_found(target, rounds, families):
     report = run(target, cases.SEED, rounds=rounds, families=families)
     assert report.rounds == rounds and report.calls >= rounds * 0.8

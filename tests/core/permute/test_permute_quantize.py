@@ -89,6 +89,8 @@ def test_bits(fmt, dtype, device):
     widths = itertools.cycle(PACKED_WIDTHS if packed(fmt) else WIDTHS)
     for turn, (name, m) in enumerate(maps(fmt)):
         shape = (len(m.row_id_map), next(widths))
+        if device == "cpu" and turn % 3 != list(cases.INPUT_DTYPES).index(dtype):
+            continue  # its kernels take the rows of a map as those of a tensor: each map meets one dtype
         x = cases.draw(f"{name}-{fmt}-{dtype}", VALUES[turn % len(VALUES)], shape, dtype)
         options = options_of(fmt, (m.rows, shape[1]), dtype, turn)
         check(be, fmt, x, m, options, f"{fmt} {name}", offset=turn // 2 % 2 * (1 + turn % 3))

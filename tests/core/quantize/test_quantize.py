@@ -53,6 +53,8 @@ def check(be: Any, x: np.ndarray, fmt: str, options: dict[str, Any], label: Any,
 def test_bits(device, fmt, dtype):
     be = runner.backend(device)
     for turn, case in enumerate(cases.quantize_cases([fmt], [dtype], variants=True)):
+        if device == "cpu" and turn % 2 == {"float16": 0, "bfloat16": 1}.get(dtype):
+            continue  # of two bytes each case is tried with one dtype
         x, options = case.make(), case.options
         both = oracle.quantize(x, fmt, **options)
         for isa, threads in calls_of(device, x.size):

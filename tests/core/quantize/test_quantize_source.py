@@ -113,8 +113,9 @@ def test_bytes_of_the_unfused_values(fmt, name, device):
     for turn, shape in enumerate(shapes):
         if "gated_grad" in name and shape[-1] % 2:
             shape = (*shape[:-1], shape[-1] + 1)
-        for dtype in cases.INPUT_DTYPES:
-            check(be, fmt, name, turn, shape, dtype, offset=turn % 2)
+        for i, dtype in enumerate(cases.INPUT_DTYPES):
+            if device != "cpu" or i == (turn + NAMES.index(name)) % 3:  # of the CPU's, which convert alike, in turn
+                check(be, fmt, name, turn, shape, dtype, offset=turn % 2)
 
 
 @pytest.mark.cuda
