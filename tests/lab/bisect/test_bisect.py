@@ -116,7 +116,7 @@ def test_arrays_of_a_large_script_are_beside_it(files, tmp_path, capsys, monkeyp
     assert capsys.readouterr().out.endswith("take more than 10 bytes: --out FILE.py writes it to files.\n")
     assert run("torch_right", "torch_bias", files / "tokens.npz", "--out", tmp_path / "show.py") == 1
     assert sorted(os.listdir(tmp_path)) == ["show.py", "show_data.npz"]
-    assert shown(tmp_path / "show.py") > 1e-3
+    assert shown(tmp_path / "show.py", alone=True) > 1e-3
 
 
 def test_a_fault_before_a_block_is_in_the_code_around_it(files, tmp_path, capsys):

@@ -405,6 +405,27 @@ def test_products():
     }  # fmt: skip
 
 
+@pytest.mark.kept
+def test_a_norm_is_given_its_layers_arrays():
+    """Of each library, with a scale and a bias and without one of them."""
+    x, scale, bias = jnp.ones((4, 8)), jnp.arange(8.0), -jnp.arange(8.0)
+    made = {name: nnx.LayerNorm(8, use_bias=name == "both", rngs=nnx.Rngs(0)) for name in ("both", "scale alone")}
+    for module in made.values():
+        module.scale.set_value(scale)
+    made["both"].bias.set_value(bias)
+    given = {"params": {"scale": scale, "bias": bias}}
+    layers = [(made["both"], bias), (made["scale alone"], None)]
+    layers.append((linen.LayerNorm().bind(given), bias))
+    layers.append((linen.LayerNorm(use_bias=False).bind({"params": {"scale": scale}}), None))
+    own = eqx.tree_at(lambda m: (m.weight, m.bias), eqx.nn.LayerNorm((4, 8)), (x * 2, x * 3))
+    assert functions.norm(own, (x,), {}).parameters() == {"weight": own.weight, "bias": own.bias}
+    for module, held in layers:
+        found = functions.norm(module, (x,), {}).parameters()
+        assert found.keys() == {"weight", "bias"} and isinstance(found["weight"], jax.Array)
+        same_bits(found["weight"], scale)
+        assert found["bias"] is None if held is None else (found["bias"] == held).all()
+
+
 def test_norms_that_no_row_describes():
     x, mask = jnp.ones((4, 8)), jnp.ones((4, 8), bool)
     norm = lambda module, *args, **kwargs: functions.norm(module, args, kwargs)  # noqa: E731
