@@ -142,6 +142,7 @@ def test_the_layers_of_flax_run_through_their_seams(recipe):
     dl.update_states(variables, jax.grad(lambda v: loss_of(batched, v, X, **BITS))(variables))
 
 
+@pytest.mark.kept
 def test_the_seam_of_an_einsum():
     class Model(nn.Module):
         @nn.compact

@@ -20,6 +20,7 @@ from diptych.common import (
 )
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.cli import main
+from diptych.lab.torch.compiled import in_compiled_code
 from diptych.lab.traces import Trace
 from diptych.torch import lab
 from diptych.torch.graph.program import Programs
@@ -276,6 +277,24 @@ def test_results_that_nothing_uses_are_a_warning(tmp_path):
     (have,), warned = captured(tmp_path / "t", Unused, how=whole)
     assert not any("(model)/" in key for key in own(have)) and any("layer/" in key for key in own(have))
     assert len(warned) == 1 and "leaves out ops of (model)" in warned[0]
+
+
+@pytest.mark.kept
+def test_code_of_any_compiler_is_compiled_code():
+    """That of Inductor is in files of its own, beneath functions of AOTAutograd."""
+    from torch._functorch.aot_autograd import aot_function
+
+    seen = []
+
+    def compiler(graph, _):
+        def run(*args):
+            seen.append(in_compiled_code())
+            return graph(*args)
+
+        return run
+
+    aot_function(torch.sin, compiler)(torch.ones(2))
+    assert seen == [True] and not in_compiled_code()
 
 
 @pytest.mark.parametrize("ops", ["own", "all"])
