@@ -407,7 +407,7 @@ def test_products():
 
 @pytest.mark.kept
 def test_a_norm_is_given_its_layers_arrays():
-    """Of each library, with a scale and a bias and without one of them."""
+    """Norms of each library, with a scale and a bias, and with a scale alone."""
     x, scale, bias = jnp.ones((4, 8)), jnp.arange(8.0), -jnp.arange(8.0)
     made = {name: nnx.LayerNorm(8, use_bias=name == "both", rngs=nnx.Rngs(0)) for name in ("both", "scale alone")}
     for module in made.values():
