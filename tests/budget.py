@@ -27,9 +27,9 @@ EXCEPTIONS = {  # beginnings of ids, and why
     "tests/test_benchmarks.py::test_results_are_right_where_a_section_measures[several": "ranks import torch",
     "tests/test_examples.py::test_code_on_pages_runs": "a process imports torch, Inductor and JAX",
     "tests/torch_frontend/distributed/test_checkpoint.py::test_two_ranks_resume": "the first call of the ranks",
-    "tests/torch_frontend/distributed/test_gather_quantized.py::test_same_bits_as_one": "the first compilation of ranks",
+    "tests/torch_frontend/distributed/test_gather_quantized.py::test_same_bits_as_one": "ranks compile first here",
     "tests/torch_frontend/distributed/test_gather_quantized_hsdp.py": "four ranks start",
-    "tests/torch_frontend/layers/test_weight_gradients_reduced.py::test_compiled_ones": "the first compilation of ranks",
+    "tests/torch_frontend/layers/test_weight_gradients_reduced.py::test_compiled_ones": "ranks compile first here",
 }
 elsewhere = 0.0  # seconds of programs that nobody here waits for, which answered how long they took
 
