@@ -22,13 +22,14 @@ EXCEPTIONS = {  # beginnings of ids, and why
     "tests/jax_frontend/test_llama_example.py::test_losses_are_those_of_torch": "trains a Llama in both frameworks",
     "tests/lab/diff/test_operations.py::test_a_port_that_is_right_and_one_that_is_not": "captures four models",
     "tests/lab/in_torch/test_capture_compiled.py": "Inductor's first compilation in a worker may be its own",
-    "tests/lab/test_compare.py::test_it_passes_and_writes_report_and_results": "trains four models for its file",
+    "tests/lab/test_compare.py": "a worker's first test here trains four models, for all of them",
     "tests/lab/test_first_steps.py::test_every_linear_has_all_its_operations": "captures steps for its file",
     "tests/test_benchmarks.py::test_results_are_right_where_a_section_measures[several": "ranks import torch",
     "tests/test_examples.py::test_code_on_pages_runs": "a process imports torch, Inductor and JAX",
     "tests/torch_frontend/distributed/test_checkpoint.py::test_two_ranks_resume": "the first call of the ranks",
     "tests/torch_frontend/distributed/test_gather_quantized.py::test_same_bits_as_one": "ranks compile first here",
     "tests/torch_frontend/distributed/test_gather_quantized_hsdp.py": "four ranks start",
+    "tests/torch_frontend/state/test_checkpoint_adopted.py::test_around_compiled_code": "twelve trainings, four graphs",
     "tests/torch_frontend/layers/test_weight_gradients_reduced.py::test_compiled_ones": "ranks compile first here",
 }
 elsewhere = 0.0  # seconds of programs that nobody here waits for, which answered how long they took
