@@ -185,8 +185,9 @@ def training() -> tuple[Frontend, Job, ByteData, train.Settings]:
 
 def save_training(folder: Path) -> None:
     run = training()
-    train.run(*run, checkpoint=folder / checkpoint.FILE_NAME, stop_after=STEPS, progress=False)
-    rest = train.run(*run, resume=folder / checkpoint.FILE_NAME, progress=False)
+    file = folder / checkpoint.FILE_NAME
+    train.run(*run, train.Stretch(checkpoint=file, stop_after=STEPS), progress=False)
+    rest = train.run(*run, train.Stretch(resume=file), progress=False)
     np.save(folder / "losses.npy", rest.losses)
 
 
