@@ -179,3 +179,33 @@ def test_the_environment_is_not_read():
     env = {**os.environ, **dict.fromkeys(names, "1")}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert out.strip() == str([r.fingerprint for r in RECIPES.values()])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: RECIPES["fp8"], KeyError, "unknown recipe 'fp8'; known: fp8-delayed, "),
+        (
+            lambda: DelayedScaling(amax_history_len=0),
+            ValueError,
+            r"^DelayedScaling\.amax_history_len must be >= 1, got 0",
+        ),
+        (lambda: DelayedScaling(margin=100), ValueError, r"^DelayedScaling\.margin must lie in"),
+        (lambda: DelayedScaling(margin="1"), TypeError, r"^DelayedScaling\.margin must be int, got '1'"),
+        (
+            lambda: DelayedScaling(history=3),
+            TypeError,
+            r"no argument 'history' \(nearest: 'amax_history_len'\); it has .*margin, ",
+        ),
+        (lambda: MXFP8BlockScaling(fp8_format="E4M3"), TypeError, r"fp8_format must be one of Format\.E4M3, "),
+        (
+            lambda: NVFP4BlockScaling(fp8_gemm_fprop=True),
+            TypeError,
+            r"fp8_gemm_fprop must be a diptych\.common\.MMParams",
+        ),
+    ],
+    ids=range(7),
+)
+def test_messages_name_what_the_user_wrote(make, error, said):
+    with pytest.raises(error, match=said):
+        make()

@@ -197,6 +197,21 @@ def _check_eps(owner: Any) -> None:
         raise ValueError(f"{type(owner).__name__}.amax_epsilon must be >= 0, got {owner.amax_epsilon!r}")
 
 
+def check_history(owner: Any) -> None:
+    """**Raises** ValueError for options of delayed scaling that nothing can follow. `owner`: a quantizer or a recipe,
+    which the message names."""
+    name = type(owner).__name__
+    if owner.amax_history_len < 1:
+        raise ValueError(f"{name}.amax_history_len must be >= 1, got {owner.amax_history_len}")
+    if not -64 <= owner.margin <= 64:
+        raise ValueError(f"{name}.margin must lie in -64..64, got {owner.margin}")
+    if not (callable(owner.amax_compute_algo) or owner.amax_compute_algo in ("max", "most_recent")):
+        raise ValueError(
+            f"{name}.amax_compute_algo must be 'max', 'most_recent' or a function "
+            f"(history [n, L], last [n]) -> amax [n], got {owner.amax_compute_algo!r}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Float8Quantizer(_BuiltIn):
     """Delayed scaling: FP8 with one float32 scale per tensor, which is an argument of the call (NUMERICS 2).
@@ -215,15 +230,7 @@ class Float8Quantizer(_BuiltIn):
     def __post_init__(self) -> None:
         _check_fp8(self)
         super().__post_init__()
-        if self.amax_history_len < 1:
-            raise ValueError(f"{type(self).__name__}.amax_history_len must be >= 1, got {self.amax_history_len}")
-        if not -64 <= self.margin <= 64:
-            raise ValueError(f"{type(self).__name__}.margin must lie in -64..64, got {self.margin}")
-        if not (callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")):
-            raise ValueError(
-                f"{type(self).__name__}.amax_compute_algo must be 'max', 'most_recent' or a function "
-                f"(history [n, L], last [n]) -> amax [n], got {self.amax_compute_algo!r}"
-            )
+        check_history(self)
 
     @functools.cached_property
     def format(self) -> FormatRow:

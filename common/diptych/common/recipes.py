@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from diptych.common import te
 from diptych.common.errors import ArgumentError, UnsupportedError
@@ -32,8 +32,9 @@ from diptych.common.quantizers import (
     NVFP4Quantizer,
     Quantizer,
     QuantizerRole,
+    check_history,
 )
-from diptych.common.value import Value, check_types
+from diptych.common.value import Value, check_parts, check_types
 
 GEMMS = tuple(QuantizerRole.GEMMS)
 
@@ -129,6 +130,7 @@ class Recipe(Value):
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_parts(self, Format, QParams, MMParams)
         if self.backward_override not in ("", "high_precision", "dequantized"):
             raise ValueError(
                 f"{type(self).__name__}.backward_override must be 'high_precision', 'dequantized' or empty, "
@@ -262,6 +264,11 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[..., Any] = "max"
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_history(self)
+        super().__post_init__()
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | None:
         if role.tensor in role.RESULTS:
@@ -457,19 +464,29 @@ class _WithResults(Recipe):
 
 DEFAULT_RECIPE: Recipe = Float8CurrentScaling()
 
-RECIPES: dict[str, Recipe] = {
+
+class _Recipes(dict[str, Recipe]):
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(_unknown(name))
+
+
+RECIPES: dict[str, Recipe] = _Recipes({
     "fp8-delayed": DelayedScaling(),
     "fp8-current": Float8CurrentScaling(),
     "fp8-block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8-2d": MXFP8BlockScaling(enable_2d_quantization=True),
     "nvfp4": NVFP4BlockScaling(),
-}
+})  # fmt: skip
 """The recipes with default fields, by their names in commands."""
 
 
 def recipe_by_name(name: str) -> Recipe:
     """Returns one of `RECIPES`. **Raises** ValueError with the known names for an unknown one."""
     if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
+        raise ValueError(_unknown(name))
     return RECIPES[name]
+
+
+def _unknown(name: object) -> str:
+    return f"unknown recipe {name!r}; known: {', '.join(RECIPES)}"

@@ -5,8 +5,10 @@ A recipe has no field for them, so its value and fingerprint are those of the eq
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from diptych.common.errors import UnsupportedError
@@ -27,6 +29,8 @@ def takes(**translations: Translation) -> Callable[[T], T]:
 
         @functools.wraps(init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                _require_argument(cls, translations, name)
             for name in [n for n in kwargs if n in translations]:
                 for field, value in translations[name](f"{cls.__name__}.{name}", kwargs.pop(name)).items():
                     if kwargs.setdefault(field, value) != value:
@@ -39,6 +43,15 @@ def takes(**translations: Translation) -> Callable[[T], T]:
         return cls
 
     return decorate
+
+
+def _require_argument(cls: type, translations: Mapping[str, Translation], name: str) -> None:
+    own = sorted([f.name for f in dataclasses.fields(cls) if f.init], key=lambda own: own not in cls.__annotations__)
+    if name in translations or name in own:
+        return
+    near = difflib.get_close_matches(name, [*own, *translations], 1)
+    nearest = f" (nearest: {near[0]!r})" if near else ""
+    raise TypeError(f"{cls.__name__} has no argument {name!r}{nearest}; it has {', '.join(own)}")
 
 
 def only(accepted: Any, instead: str) -> Translation:

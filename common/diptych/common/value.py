@@ -136,6 +136,20 @@ def check_types(value: Any) -> None:
             raise ArgumentError(f"{type(value).__name__}.{field.name} must be {field.type}, got {held!r}")
 
 
+def check_parts(value: Any, *kinds: type) -> None:
+    """Checks the fields of a dataclass whose annotations name one of `kinds`, which are enums and classes of values.
+    **Raises** ArgumentError with the field and what it may be."""
+    by_name = {kind.__name__: kind for kind in kinds}
+    for field in dataclasses.fields(value):
+        kind, held = by_name.get(str(field.type)), getattr(value, field.name)
+        if kind is None or isinstance(held, kind):
+            continue
+        allowed = f"a diptych.common.{kind.__name__}"
+        if issubclass(kind, enum.Enum):
+            allowed = f"one of {', '.join(f'{kind.__name__}.{member.name}' for member in kind)}"
+        raise ArgumentError(f"{type(value).__name__}.{field.name} must be {allowed}, got {held!r}")
+
+
 def _key(value: Any) -> Any:
     """Returns a key for comparison: equal keys for -0.0 and 0.0, different keys for True and 1."""
     kind = type(value)
