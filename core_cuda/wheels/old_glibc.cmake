@@ -17,6 +17,11 @@ function(diptych_link_old_glibc target)
   if(NOT given_PYTHON)
     target_link_options(${target} PRIVATE -Wl,-z,defs)
   endif()
+  get_target_property(cudart ${target} CUDA_RUNTIME_LIBRARY)
+  if(cudart STREQUAL "Static")  # CMake puts the machine's own -lrt -lpthread -ldl behind it
+    set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY None)
+    target_link_libraries(${target} PRIVATE -l:libcudart_static.a)
+  endif()
   set(stubs ${DIPTYCH_OLD_GLIBC})
   target_link_libraries(${target} PRIVATE old_glibc -Wl,--start-group -l:libstdc++.a -l:libgcc.a
     $<TARGET_FILE:old_glibc> -Wl,--end-group -l:libgcc_s.so.1 ${stubs}/libc.so.6 ${stubs}/libm.so.6
