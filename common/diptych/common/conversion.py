@@ -135,7 +135,7 @@ def reason(embedding: bool, ranks: Iterable[int], attends: bool = False) -> str:
 class ConvertedModule:
     """One module with parameters of its own. `kind`: its class before. `parameters`: the count of their elements; a
     tied parameter counts at its first module. `converted`: whether the module quantizes now. `why`: the reason if it
-    does not, else empty. `recipe`: by which a rule converted it."""
+    does not, else empty. `recipe`: its own; None for one that is not converted, or that quantizes in regions alone."""
 
     name: str
     kind: str
@@ -165,18 +165,28 @@ class ConversionReport:
         """The count of numbers in the parameters of all other modules."""
         return sum([m.parameters for m in self.modules if not m.converted])
 
+    @property
+    def need_region(self) -> tuple[ConvertedModule, ...]:
+        """The converted modules without a recipe of their own: they run in high precision outside of regions."""
+        return tuple([m for m in self.modules if m.converted and m.recipe is None])
+
     def __str__(self) -> str:
         total = self.converted + self.left
         share = f"{100 * self.converted / total:.1f} %" if total else "nothing"
         lines = [f"convert: {self.converted:,} of {total:,} parameters ({share}) are in layers that quantize"]
         rows: dict[tuple[bool, str, str], list[ConvertedModule]] = {}
         for m in self.modules:
-            said = m.why if m.recipe is None else type(m.recipe).__name__
+            said = m.why if not m.converted else "in regions alone" if m.recipe is None else type(m.recipe).__name__
             rows.setdefault((not m.converted, m.kind, said), []).append(m)
         for (left, kind, said), found in sorted(rows.items(), key=lambda row: row[0][0]):
             count, names = sum([m.parameters for m in found]), found[0].name or "the model"
             names += f" and {len(found) - 1} more" if len(found) > 1 else ""
             lines.append(
                 f"  {'left     ' if left else 'converted'} {count:>15,}  {kind}: {names}{said and f'; {said}'}"
+            )
+        if needed := len(self.need_region):
+            lines.append(
+                f"  a region is still needed: converted modules without a recipe of their own, {needed}, run in high "
+                "precision outside of autocast regions"
             )
         return "\n".join(lines)

@@ -108,7 +108,7 @@ def test_converted_modules_copy_pickle_and_compile():
 
 
 def test_one_module_in_two_places_is_converted_once():
-    shared = nn.Linear(8, 8)
+    shared = nn.Linear(16, 16)
     model = dt.convert(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
     assert model["a"] is model["b"][0] is shared and shared.name == "a"
 
@@ -138,12 +138,12 @@ def test_filter_and_recipe():
 
 
 def test_what_departs_from_nn_linear_is_left_and_named():
-    changed = nn.Linear(8, 8)
+    changed = nn.Linear(16, 16)
     changed.forward = lambda x: x
-    parametrized = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+    parametrized = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
     parts = {
-        "a": Doubled(8, 8), "b": Handy(8, 8), "c": changed, "d": parametrized, "e": nn.LazyLinear(8),
-        "f": nn.MultiheadAttention(8, 2), "g": Named(8), "h": dt.LayerNormLinear(8, 8),
+        "a": Doubled(16, 16), "b": Handy(16, 16), "c": changed, "d": parametrized, "e": nn.LazyLinear(16),
+        "f": nn.MultiheadAttention(16, 2), "g": Named(16), "h": dt.LayerNormLinear(16, 16),
     }  # fmt: skip
     model = nn.ModuleDict(parts)
     kept = {name: type(m) for name, m in model.named_modules()}
@@ -162,6 +162,16 @@ def test_what_departs_from_nn_linear_is_left_and_named():
         assert any(f"convert: {name}" in m and why in m for m in messages), (name, messages)
     for name, module in model.named_modules():
         assert type(module) is (dt.Linear if name == "g" else kept[name]), name
+
+
+def test_report_and_print_say_that_a_region_is_needed():
+    model, report = dt.convert(Tied(), return_report=True, verbose=False)
+    assert [m.name for m in report.need_region] == ["body.0", "body.2", "head"]
+    assert "a region is still needed" in str(report) and "in regions alone" in str(report)
+    assert str(model).count("recipe=None: needs autocast") == 3
+    model, report = dt.convert(Tied(), MX, return_report=True, verbose=False)
+    assert not report.need_region and "region" not in str(report) and "needs autocast" not in str(model)
+    assert [m.recipe for m in report.modules if m.converted] == [MX] * 3
 
 
 def test_bad_input():

@@ -184,7 +184,7 @@ def test_conv1d_is_a_linear_layer_of_the_transposed_weight():
         for a, b in zip(*results, strict=True):
             same(a.contiguous(), b.contiguous())
     assert list(theirs.state_dict()) == keys and theirs.weight.shape == (64, 96)
-    assert repr(theirs) == "TransposedLinear(in_features=64, out_features=96, recipe=autocast)"
+    assert repr(theirs) == "TransposedLinear(in_features=64, out_features=96, recipe=None: needs autocast)"
 
 
 def _tiny(kind):
@@ -253,4 +253,4 @@ def test_a_quantized_layer_says_so_in_few_characters():
             m.recipe = recipe
             text = repr(m)
             assert len(text) < 100 and "\n" not in text, text
-            assert ("recipe=autocast" if recipe is None else f"recipe={type(recipe).__name__}(") in text
+            assert ("recipe=None: needs autocast" if recipe is None else f"recipe={type(recipe).__name__}(") in text

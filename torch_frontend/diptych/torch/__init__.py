@@ -23,6 +23,7 @@ from diptych.torch.functional.scale_update import scale_update
 from diptych.torch.graph.custom_op import CustomOp, Group, Size, Written
 from diptych.torch.graph.eager_only import EagerWarning
 from diptych.torch.graph.proto import TensorProto, to_tensor_proto
+from diptych.torch.modules import filters
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.check_states import StateRow, StatesReport, check_states
 from diptych.torch.modules.convert import ConversionReport, ConvertWarning, convert
@@ -89,6 +90,7 @@ __all__ = [
     "convert",
     "dequantize",
     "dry_run",
+    "filters",
     "fp8_autocast",
     "fp8_model_init",
     "gemm",

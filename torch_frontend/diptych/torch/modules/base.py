@@ -441,7 +441,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """Returns the recipe in few characters for `print`: with the fields that were given, if they fit."""
         recipe: Any = self.recipe
         if recipe is None:
-            return ", recipe=autocast"
+            return ", recipe=None: needs autocast"
         fields = dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ()
         given = [f"{f.name}={held!r}" for f in fields if (held := getattr(recipe, f.name)) != f.default]
         said = ", ".join(given)

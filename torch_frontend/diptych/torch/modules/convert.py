@@ -13,6 +13,7 @@ from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.conversion import ConversionReport, ConvertedModule, ConvertWarning, reason
 from diptych.common.errors import ArgumentError
 from diptych.common.recipes import Recipe
+from diptych.torch.modules import filters
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.experts import TransposedLinear, become_experts, departs_from_experts, is_transposed_linear
 from diptych.torch.modules.linear import Linear
@@ -26,7 +27,7 @@ _HARMLESS = {
 
 # --- converting ------------------------------------------------------------------------------------------------------
 
-_Filter = Callable[[nn.Module, str], bool]
+_Filter = filters.Kind | Callable[[nn.Module, str], bool]
 
 
 @overload
@@ -49,7 +50,10 @@ def convert(
     verbose: bool = True,
     return_report: bool = False,
 ) -> Any:
-    """Makes each linear layer of a model quantize inside `autocast`; outside it computes what it did before.
+    """Makes the linear layers of a model quantize by a recipe, or in `autocast` regions where no recipe is given.
+
+    Without a `recipe`, a region is needed: outside of regions the layers then compute what they did before, and the
+    report says so.
 
     nn.Linear becomes `Linear`; a Conv1D as Hugging Face's GPT-2 has it, and experts in stacks as transformers' mixtures
     have them (`gate_up_proj`, `down_proj`), become layers of `experts`, which permute tokens and multiply groups. The
@@ -64,20 +68,22 @@ def convert(
     `torch.backends.mha.set_fastpath_enabled(False)` turns that off.
 
     **Arguments:** `model`: changed in place. `recipe`: of every converted module; None takes the region's.
-    `filter`: called with each layer that could be converted and its qualified name ("" for the model itself); False
-    leaves it. `verbose`: print the report. `return_report`: return it too.
+    `filter`: which layers to convert: a kind of `diptych.torch.filters`, such as `~filters.head`, or a function that is
+    called with each layer that could be converted and its qualified name ("" for the model itself); False leaves it.
+    Factors of adapters (LoRA) and layers with fewer than 16 features on a side are left, unless the filter names
+    `filters.adapters`, `filters.small` or `filters.everything`, whatever a function answers. `verbose`: print the
+    report. `return_report`: return it too.
 
-    **Returns:** `model`; with `return_report` (model, `ConversionReport`).
+    **Returns:** `model`; with `return_report` (model, `ConversionReport`), which says why a layer was left.
 
-    **Raises:** ArgumentError, a TypeError, for arguments of other kinds, or a filter that returns no bool; nothing is
-    converted then.
+    **Raises:** ArgumentError, a TypeError, for arguments of other kinds, or a filter that returns no bool; ValueError
+    for a filter that names a part which the model lacks. Nothing is converted then.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     require_recipe("convert", recipe)
-    if filter is not None and not callable(filter):
-        raise ArgumentError(f"convert: filter must be a function of (module, name), got {type(filter).__name__}")
     require_switches("convert", verbose=verbose, return_report=return_report)
+    by_filter, by_default = filters.left_by(filter, model)
     uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     named, kinds = list(model.named_modules()), {id(m): type(m).__name__ for m in model.modules()}
     chosen: list[tuple[str, Any, Callable[[Any], str]]] = []
@@ -86,11 +92,13 @@ def convert(
         how, departs = _offer(module, uncalled)
         if how is None and not departs:
             continue
-        if filter is not None and not _wanted(filter, module, name):
-            why[id(module)] = "the filter left it"
+        if left := by_filter(module, name):
+            why[id(module)] = left
         elif how is None:
             why[id(module)] = departs
             warnings.warn(_said(name, module, departs), ConvertWarning, stacklevel=2)
+        elif left := by_default(module, name):
+            why[id(module)] = left
         else:
             chosen.append((name, module, how))
     for name, module, how in chosen:
@@ -125,13 +133,6 @@ def _offer(module: nn.Module, uncalled: set[int]) -> tuple[Callable[[Any], str] 
         return None, ""
     why = departs_from_experts(module)
     return (None, why) if why else (become_experts, "")
-
-
-def _wanted(filter: _Filter, module: nn.Module, name: str) -> bool:
-    wanted = filter(module, name)
-    if not isinstance(wanted, bool):
-        raise ArgumentError(f"convert: filter returned {wanted!r} for {name!r}; it must return True or False")
-    return wanted
 
 
 def _departs(module: nn.Linear) -> str:
@@ -172,7 +173,8 @@ def _report(named: list[tuple[str, nn.Module]], kinds: dict[int, str], why: dict
             count = sum([p.numel() for p in own if owners[id(p)] == id(module)])
             converted = isinstance(module, QuantizedModule)
             reason = "" if converted else _reason(module, why)
-            rows.append(ConvertedModule(name, kinds[id(module)], count, converted, reason))
+            recipe = module.recipe if isinstance(module, QuantizedModule) else None
+            rows.append(ConvertedModule(name, kinds[id(module)], count, converted, reason, recipe))
     return ConversionReport(tuple(rows))
 
 
