@@ -247,18 +247,21 @@ def _adapters(model: nn.Module) -> Matches:
         children = dict(module.named_children())
         if isinstance(base := children.get("base_layer"), nn.Module):
             found |= {id(m) for m in module.modules() if m is not module} - {id(m) for m in base.modules()}
-        weight, layers = getattr(module, "weight", None), [m for m in children.values() if isinstance(m, nn.Linear)]
-        if isinstance(weight, nn.Parameter) and not isinstance(weight, UninitializedParameter) and weight.dim() == 2:
-            for down in layers:
-                for up in layers:
-                    if _factors(weight, down, up):
-                        found |= {id(down), id(up)}
+        found |= _factors(module)
     return lambda module, name: id(module) in found
 
 
-def _factors(weight: nn.Parameter, down: nn.Linear, up: nn.Linear) -> bool:
-    rank, (n, k) = down.out_features, weight.shape
-    return up.in_features == rank < min(n, k) and (up.out_features, down.in_features) == (n, k)
+def _factors(module: nn.Module) -> set[int]:
+    """Returns the ids of the layers [r, K] and [N, r] below a module with a weight [N, K] of its own."""
+    weight, layers = getattr(module, "weight", None), [m for m in module.children() if isinstance(m, nn.Linear)]
+    if not isinstance(weight, nn.Parameter) or isinstance(weight, UninitializedParameter) or weight.dim() != 2:
+        return set()
+    n, k = weight.shape
+    downs = [m for m in layers if m.in_features == k and m.out_features < min(n, k)]
+    pairs = [
+        (down, up) for down in downs for up in layers if (up.out_features, up.in_features) == (n, down.out_features)
+    ]
+    return {id(m) for pair in pairs for m in pair}
 
 
 head = Kind("head", "the model's output layer", _heads)
