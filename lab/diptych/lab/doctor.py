@@ -8,14 +8,11 @@ import platform
 from typing import Any
 
 from diptych import core
-from diptych.common import FORMATS, RECIPES, Quantizer, Recipe
-from diptych.common.gemm_options import GemmOptions
-from diptych.common.ops import shapes
-from diptych.core import _core
+from diptych.common import FORMATS, RECIPES, Recipe
+from diptych.core import _kernels
 from diptych.lab.frontend import discover
 from diptych.lab.job import linear_dtype
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
 SHAPES = {"aligned": (512, 512, 512), "unaligned": (509, 251, 127)}
 _PACKAGES = ("diptych", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "optax")
 
@@ -80,62 +77,31 @@ def _recipe(name: str, recipe: Recipe, device: tuple[str, int, str]) -> dict[str
     """Returns how a recipe's three products run on one device, for an aligned and an unaligned shape."""
     backend, index, label = device
     products: dict[str, dict[str, Any]] = {}
-    arch = 0 if backend == "cpu" else core.cuda_info()["archs"][index]
+    arch = _kernels.arch_of(backend, index)
     dtype, ops = linear_dtype(recipe), set()
-    for product in PRODUCTS:
-        operands = recipe.operands(product)
-        sides = shapes.gemm_copies(product == "wgrad", product == "fprop")
-        for quantizer in operands:
+    for product in _kernels.PRODUCTS:
+        for quantizer in recipe.operands(product):
             if quantizer is not None:
                 ops |= {("quantize", quantizer.format.name)}
                 ops |= {("scale_update", quantizer.format.name)} if quantizer.needs_scale else set()
         for kind, mnk in SHAPES.items():
-            products.setdefault(product, {})[kind] = {
-                **_product(operands, sides, mnk, dtype, backend, index, recipe.gemm_options(product)),
-                "mnk": list(mnk),
-            }
-    others = [{"op": op, "format": fmt, **_row(op, fmt, backend, arch)} for op, fmt in sorted(ops)]
+            found = _product(product, recipe, mnk, dtype, backend, index)
+            products.setdefault(product, {})[kind] = {**found, "mnk": list(mnk)}
+    others = [{"op": op, "format": fmt, **_kernels.any_shape(op, (fmt,), backend, arch)} for op, fmt in sorted(ops)]
     formats = sorted({fmt for _, fmt in ops})
     return {"recipe": name, "device": label, "formats": formats, "products": products, "ops": others}
 
 
 def _product(
-    operands: tuple[Quantizer | None, Quantizer | None],
-    sides: tuple[bool, bool],
-    mnk: tuple[int, int, int],
-    dtype: str,
-    backend: str,
-    index: int,
-    options: GemmOptions,
+    product: str, recipe: Recipe, mnk: tuple[int, int, int], dtype: str, backend: str, index: int
 ) -> dict[str, Any]:
     """Returns the kernel of one product, or the reason why there is none."""
-    a, b = operands
-    if a is None or b is None:
-        return {"level": "high precision", "kernel": "", "note": "the framework's own product"}
-    block = max(q.format.block_cols or q.format.pack for q in (a, b)) if max(a.format.pack, b.format.pack) > 1 else 1
-    if any(extent % block for extent in mnk):
-        return {"level": "refused", "kernel": "", "note": f"extents must be multiples of {block}"}
-    row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, dtype, backend, index, *options)
-    if row < 0:
-        return {"level": "missing", "kernel": "", "note": f"no kernel for {a.format.name} x {b.format.name}"}
-    return {k: core.kernel_table()[row][k] for k in ("level", "kernel", "note")}
-
-
-def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
-    """Returns the kernels of an op in the kernel table's order: those for special operands, then the one for all
-    others."""
-    special: list[str] = []
-    for row in core.kernel_table():
-        serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch <= row["max_arch"]
-        if not serves or (row["formats"] and fmt not in row["formats"]):
-            continue
-        if row["conditional"]:
-            special.append(row["kernel"])
-        else:
-            notes = [row["note"], f"where it fits: {', '.join(special)}" if special else ""]
-            note = "; ".join(n for n in notes if n)
-            return {"level": row["level"], "kernel": row["kernel"], "note": note}
-    return {"level": "missing", "kernel": "", "note": f"no {op} kernel for {fmt}"}
+    a, b = recipe.operands(product)
+    if a is not None and b is not None and max(a.format.pack, b.format.pack) > 1:
+        block = max(q.format.block_cols or q.format.pack for q in (a, b))
+        if any(extent % block for extent in mnk):
+            return {"level": "refused", "kernel": "", "note": f"extents must be multiples of {block}"}
+    return _kernels.product(product, (a, b), mnk, dtype, backend, index, recipe.gemm_options(product))
 
 
 def as_text(found: dict[str, Any]) -> str:

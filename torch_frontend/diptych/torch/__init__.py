@@ -37,6 +37,7 @@ from diptych.torch.modules.model_init import quantized_model_init
 from diptych.torch.modules.prepare import prepare, seed_rng
 from diptych.torch.modules.prepared_weights import PreparedWeights, prepare_weights
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
+from diptych.torch.modules.report import RunReport, report
 from diptych.torch.modules.te import (
     fp8_autocast,
     fp8_model_init,
@@ -75,6 +76,7 @@ __all__ = [
     "QuantizedStack",
     "QuantizedTensor",
     "RowMap",
+    "RunReport",
     "ScaleStates",
     "Size",
     "StateRow",
@@ -124,6 +126,7 @@ __all__ = [
     "quantize",
     "quantize_stack",
     "quantized_model_init",
+    "report",
     "rng_state",
     "scale_update",
     "seed_rng",

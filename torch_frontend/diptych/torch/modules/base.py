@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.nn import functional as F
 
 from diptych.common.errors import UnsupportedError
@@ -36,7 +36,7 @@ from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.tensor_parallel import TensorParallelModule
-from diptych.torch.modules.tracing import before_tracing, begin_again, make_states
+from diptych.torch.modules.tracing import before_tracing, begin_again, make_states, note_plain, note_quantized
 from diptych.torch.modules.weight_cache import WeightCache, kept_weight
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.private.autograd import backward_pass
@@ -57,6 +57,10 @@ from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 
 _NO_REGION = contextlib.nullcontext()
 _PREPARED = "prepared weight "  # begins the name of a tape's entry that holds prepared copies
+# Why a layer ran in high precision, for `report`.
+_OUTSIDE = "outside of any region and without a recipe of its own: enter diptych.torch.autocast, or give it a recipe"
+_DISABLED = "in a region with enabled=False"
+_CALIBRATING = "in a calibrating region"
 
 
 class QuantizedModule(TensorParallelModule, StatefulModule):
@@ -166,6 +170,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             )  # fmt: skip
         recipe = self._active_recipe()
         if recipe is None:
+            self._note_plain(layer)
             if STATE.calibrating is not None:
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
             return self._plain_linear(high_precision("linear", x), weight, bias, layer)
@@ -199,7 +204,18 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             raise UnsupportedError(
                 f"{type(self).__name__}: a norm and layers that are cut over a tensor-parallel group are not calibrated"
             )
+        self._note_plain(layer)
         return HIGH_PRECISION, self._plain_options(weight, layer)
+
+    def _note_plain(self, layer: str) -> None:
+        """Notes for `report` that a layer runs in high precision, and why."""
+        why = _CALIBRATING if STATE.calibrating is not None else _DISABLED if STATE.inside else _OUTSIDE
+        if torch.compiler.is_compiling():
+            from diptych.torch.private.dynamo import comptime  # importing it takes a second
+
+            comptime(note_plain)
+            return
+        self.__dict__["_calls"] = {**(self._calls or {}), layer: why}
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""
@@ -243,6 +259,16 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """Returns one layer's options, with its states and a snapshot of its random generator, and moves these on by a
         call."""
         compiling = torch.compiler.is_compiling()
+        if compiling:
+            from diptych.torch.private.dynamo import comptime  # importing it takes a second
+
+            comptime(note_quantized)
+        else:
+            held = self.__dict__
+            calls = held.get("_calls")
+            if calls is None:
+                calls = held["_calls"] = {}
+            calls[layer] = (recipe, x.shape, x.dtype, x.is_cuda, x.requires_grad, is_grad_enabled())  # a LastCall
         name = self._role_name(layer)
         record = self.training and recording()
         cached = is_first_microbatch is not None or skip_weight_update is not None
@@ -429,7 +455,12 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
                 states.record(slot.name, quantize_ops.amax(t.detach()))
         return states
 
-    # --- weights ---
+    # --- reports ---
+
+    def _layer_weight(self, layer: str) -> Tensor | None:
+        """Returns the weight [..., N, K] of a layer by its name, None for one that is not known."""
+        weight = getattr(self, f"{layer}_weight" if layer else "weight", None)
+        return weight if isinstance(weight, Tensor) else None
 
     def __repr__(self) -> str:
         """Shows a layer in one line, without its states, which `named_buffers` lists."""

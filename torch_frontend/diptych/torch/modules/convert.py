@@ -84,12 +84,12 @@ def convert(
     require_recipe("convert", recipe)
     require_switches("convert", verbose=verbose, return_report=return_report)
     by_filter, by_default = filters.left_by(filter, model)
-    uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    skipped = uncalled(model)
     named, kinds = list(model.named_modules()), {id(m): type(m).__name__ for m in model.modules()}
     chosen: list[tuple[str, Any, Callable[[Any], str]]] = []
     why: dict[int, str] = {}
     for name, module in named:
-        how, departs = _offer(module, uncalled)
+        how, departs = offer(module, skipped)
         if how is None and not departs:
             continue
         if left := by_filter(module, name):
@@ -119,17 +119,22 @@ def _said(name: str, module: nn.Module, departs: str) -> str:
     return f"convert: {name or 'the model'} ({type(module).__name__}) {departs}; it is left as it is"
 
 
-def _offer(module: nn.Module, uncalled: set[int]) -> tuple[Callable[[Any], str] | None, str]:
+def uncalled(model: nn.Module) -> set[int]:
+    """Returns the ids of the layers whose forward nn.MultiheadAttention does not call."""
+    return {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+
+
+def offer(module: nn.Module, skipped: set[int]) -> tuple[Callable[[Any], str] | None, str]:
     """Returns the function that converts a module, or why it cannot be converted; neither for other kinds of
-    modules."""
+    modules. `skipped`: by `uncalled`."""
     if isinstance(module, QuantizedModule):
         return None, ""
     if isinstance(module, nn.Linear):
-        why = "is called by nn.MultiheadAttention without its forward" if id(module) in uncalled else _departs(module)
+        why = "is called by nn.MultiheadAttention without its forward" if id(module) in skipped else _departs(module)
         return (None, why) if why else (_become_linear, "")
     if is_transposed_linear(module):
         return _become_transposed, ""
-    if type(module).__module__.startswith("torch.") or not any([p.dim() == 3 for p in _own(module)]):
+    if type(module).__module__.startswith("torch.") or not any([p.dim() == 3 for p in own_parameters(module)]):
         return None, ""
     why = departs_from_experts(module)
     return (None, why) if why else (become_experts, "")
@@ -160,31 +165,34 @@ def _become_transposed(module: Any) -> str:
 def _report(named: list[tuple[str, nn.Module]], kinds: dict[int, str], why: dict[int, str]) -> ConversionReport:
     """Returns the parameter count of each module; tied parameters count once, at a module that quantizes if there is
     one."""
-    owners: dict[int, int] = {}
-    for quantizes in (True, False):
-        for _, module in named:
-            if isinstance(module, QuantizedModule) == quantizes:
-                for p in _own(module):
-                    owners.setdefault(id(p), id(module))
+    owners = owners_of([module for _, module in named])
     rows = []
     for name, module in named:
-        own = _own(module)
+        own = own_parameters(module)
         if own or id(module) in why:
             count = sum([p.numel() for p in own if owners[id(p)] == id(module)])
             converted = isinstance(module, QuantizedModule)
-            reason = "" if converted else _reason(module, why)
+            left = "" if converted else why.get(id(module)) or reason_left(module)
             recipe = module.recipe if isinstance(module, QuantizedModule) else None
-            rows.append(ConvertedModule(name, kinds[id(module)], count, converted, reason, recipe))
+            rows.append(ConvertedModule(name, kinds[id(module)], count, converted, left, recipe))
     return ConversionReport(tuple(rows))
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
+def owners_of(modules: list[nn.Module]) -> dict[int, int]:
+    """Returns the id of the module at which a parameter counts, by the parameter's id: a module that quantizes if one
+    holds it."""
+    owners: dict[int, int] = {}
+    for module in sorted(modules, key=lambda m: not isinstance(m, QuantizedModule)):
+        for p in own_parameters(module):
+            owners.setdefault(id(p), id(module))
+    return owners
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters that a module itself holds, without those that have no shape yet."""
     return [p for p in module.parameters(recurse=False) if not isinstance(p, UninitializedParameter)]
 
 
-def _reason(module: nn.Module, why: dict[int, str]) -> str:
-    """Returns why a module was left as it is."""
-    if id(module) in why:
-        return why[id(module)]
-    return reason(isinstance(module, nn.Embedding | nn.EmbeddingBag), [p.dim() for p in _own(module)])
+def reason_left(module: nn.Module) -> str:
+    """Returns why a module is left that is no layer for `convert`."""
+    return reason(isinstance(module, nn.Embedding | nn.EmbeddingBag), [p.dim() for p in own_parameters(module)])

@@ -37,7 +37,10 @@ class TransposedLinear(QuantizedModule):
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.quantized_linear(x, self.weight.t(), self.bias)
+        return self.quantized_linear(x, self._layer_weight(""), self.bias)
+
+    def _layer_weight(self, layer: str) -> Tensor:
+        return self.weight.t()
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[0]}, out_features={self.weight.shape[1]}{self._repr_recipe()}"
@@ -92,17 +95,21 @@ class RoutedExperts(QuantizedModule):
 
     def _product(self, layer: str, x: Tensor, rows: RowMap, align: int, recipe: Any, permutes: bool) -> Tensor:
         """Runs one grouped layer, on tokens that it permutes or on rows."""
-        weight, bias = getattr(self, f"{layer}_proj"), getattr(self, f"{layer}_proj_bias", None)
-        weight = weight.transpose(1, 2) if self.transposed else weight
+        weight, bias = self._layer_weight(layer), getattr(self, f"{layer}_proj_bias", None)
         if recipe is not None:
             options = self._options_for(recipe, x, weight, layer)
             offsets, row_map = (None, rows) if permutes else (rows.expert_offsets, None)
             return grouped_linear_with(x, weight, bias, offsets, align, recipe, options, row_map)
+        self._note_plain(layer)
         x = moe_permute(x, rows)[0] if permutes else x
         plain = functools.partial(_in_high_precision, rows.expert_offsets)
         if STATE.calibrating is not None:
             return self._calibrate(x, weight, bias, layer, STATE.calibrating, plain)
         return plain(x, weight, bias)
+
+    def _layer_weight(self, layer: str) -> Tensor:
+        weight = getattr(self, f"{layer}_proj")
+        return weight.transpose(1, 2) if self.transposed else weight
 
     @property
     def transposed(self) -> bool:

@@ -164,6 +164,7 @@ class GroupedLinear(QuantizedModule):
             sizes = host_numbers(m_splits)
         recipe = self._active_recipe()
         if recipe is None:
+            self._note_plain("")
             x = high_precision("grouped_linear", inp)
             if row_map is not None:
                 require_row_map("GroupedLinear", x, row_map)

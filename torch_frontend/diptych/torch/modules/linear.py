@@ -113,7 +113,9 @@ class Linear(QuantizedModule, nn.Linear):
         x = input if inp is None and input is not None else one_input("Linear", input, inp)
         if not isinstance(x, Tensor):
             return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
-        weight, bias = self.weight, self.bias
+        held = self._parameters  # nn.Module finds parameters by a __getattr__ that costs a microsecond
+        weight: Any = held["weight"] if "weight" in held else self.weight  # noqa: SIM401 - evaluated only where needed
+        bias = held["bias"] if "bias" in held else self.bias  # noqa: SIM401
         if self._styled:
             weight, bias = self._local(weight), self._local(bias)
         y = self.quantized_linear(

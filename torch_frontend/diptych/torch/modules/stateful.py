@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,20 @@ from diptych.torch.primitives.checks import wrapped
 from diptych.torch.state.scales import ScaleStates, check_tree, keys_below, warn_once
 
 
+class LastCall(NamedTuple):
+    """One layer's last call as `report` finds it. `shape`: of the input, None for an extent that a graph does not know.
+    `cuda`: whether it was on a GPU. `needs_dx`: whether it required a gradient. `grad`: whether the call was made in
+    grad mode."""
+
+    recipe: Recipe
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    cuda: bool
+    needs_dx: bool
+    grad: bool
+    compiled: bool = False
+
+
 class StatefulModule(nn.Module):
     """The base of `QuantizedModule`, whose attributes `module_kind`, `layers`, `name` and `recipe` it reads."""
 
@@ -41,6 +55,8 @@ class StatefulModule(nn.Module):
     _role_name: Callable[[str], str]
     _prepared_for: Recipe | None = None
     _caches: Any = None
+    # The last call of each layer, for `report` alone: the fields of a LastCall, or why it ran in high precision.
+    _calls: dict[str, tuple[Any, ...] | str] | None = None
 
     # --- making ---
 
@@ -228,7 +244,7 @@ class StatefulModule(nn.Module):
             missing.remove(f"{prefix}rng_state")
 
 
-_OF_A_STEP = ("_ran", "_caches", "_compared", "_differs")
+_OF_A_STEP = ("_ran", "_calls", "_caches", "_compared", "_differs")
 
 
 def _drawn_rng(device: torch.device) -> Tensor:

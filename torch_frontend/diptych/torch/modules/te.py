@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych import core
 from diptych.common.errors import UnsupportedError
-from diptych.common.ops.shapes import gemm_copies
 from diptych.common.recipes import (
     DEFAULT_RECIPE,
     Float8BlockScaling,
@@ -20,7 +18,7 @@ from diptych.common.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from diptych.core import _core
+from diptych.core import _kernels
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.model_init import quantized_model_init
 from diptych.torch.modules.te_states import EXTRA, SLOTS, WIDTH, layers_of
@@ -57,15 +55,17 @@ def fp8_model_init(
 def _reason(recipe: Recipe, device: str, index: int) -> str:
     """Returns why not all products of a linear layer run natively under a recipe; empty if they do."""
     levels = {}
-    for gemm in ("fprop", "dgrad", "wgrad"):
-        a, b = recipe.operands(gemm)
-        assert a is not None and b is not None
-        sides = gemm_copies(gemm == "wgrad", gemm == "fprop")
-        row = _core.gemm_row(
-            a.format.id, sides[0], b.format.id, sides[1], _EXTENT, _EXTENT, _EXTENT, "bfloat16", device, index,
-            *recipe.gemm_options(gemm),
-        )  # fmt: skip
-        levels[gemm] = "missing" if row < 0 else core.kernel_table()[row]["level"]
+    for gemm in _kernels.PRODUCTS:
+        given = (
+            gemm,
+            recipe.operands(gemm),
+            (_EXTENT, _EXTENT, _EXTENT),
+            "bfloat16",
+            device,
+            index,
+            recipe.gemm_options(gemm),
+        )
+        levels[gemm] = _kernels.product(*given)["level"]
     lacking = [f"{gemm} is {level}" for gemm, level in levels.items() if level != "native"]
     return f"{type(recipe).__name__} on {device}: {', '.join(lacking)}" if lacking else ""
 

@@ -23,6 +23,7 @@ from diptych.torch.graph.eager_only import set_runs
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
 from diptych.torch.layers.weight_gradients import require_while_tracing
+from diptych.torch.modules.stateful import LastCall
 from diptych.torch.primitives.register import traced_local
 from diptych.torch.private.graphs import forget, output
 from diptych.torch.state.autocast import STATE, unrecorded, warn_without_regions
@@ -54,6 +55,40 @@ def before_tracing(context: Any) -> None:
         before_each_call(context, "self", _Outside(quantized))
         if not quantized and module.training and torch.is_grad_enabled():
             warn_without_regions(type(module).__name__)
+
+
+# --- notes for `report` -----------------------------------------------------------------------------------
+
+
+class _Noted:
+    """A guard that fits always, and notes before each run of a graph how it runs a module's layer. Where another guard
+    does not hold, the graph, or the eager code, that runs instead notes its own."""
+
+    def __init__(self, layer: str, call: LastCall | str) -> None:
+        self.layer, self.call = layer, call
+
+    def __call__(self, module: Any) -> bool:
+        module.__dict__.setdefault("_calls", {})[self.layer] = self.call
+        return True
+
+
+def _note(context: Any, call: LastCall | str) -> None:
+    noted = _Noted(traced_local(context, "layer"), call)
+    noted(traced_local(context, "self"))
+    before_each_call(context, "self", noted)
+
+
+def note_plain(context: Any) -> None:
+    """Runs where Dynamo traces a layer in high precision (`QuantizedModule._note_plain`)."""
+    _note(context, traced_local(context, "why"))
+
+
+def note_quantized(context: Any) -> None:
+    """Runs where Dynamo traces a layer's call (`QuantizedModule._options_for`)."""
+    x = context.get_local("x").as_fake()
+    shape = tuple([extent if type(extent) is int else None for extent in x.shape])
+    grad = torch.is_grad_enabled()
+    _note(context, LastCall(traced_local(context, "recipe"), shape, x.dtype, x.is_cuda, x.requires_grad, grad, True))
 
 
 # --- states -----------------------------------------------------------------------------------------------
