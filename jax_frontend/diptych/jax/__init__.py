@@ -48,6 +48,7 @@ from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.modules import checkpoint_policies
 from diptych.jax.modules.convert import convert
+from diptych.jax.modules.report import ProgramReport, report
 from diptych.jax.modules.serialize import check_quantizers, quantizers_of, register_all
 from diptych.jax.modules.torch_checkpoint import load_torch, read_safetensors, to_torch
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
@@ -92,6 +93,7 @@ __all__ = [
     "MXFP8Quantizer",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
+    "ProgramReport",
     "QuantizedArray",
     "QuantizedStack",
     "Quantizer",
@@ -148,6 +150,7 @@ __all__ = [
     "quantizers_of",
     "read_safetensors",
     "read_states",
+    "report",
     "rng_at",
     "rng_state",
     "scale_update",

@@ -32,7 +32,7 @@ from diptych.jax.primitives.register import batch_shape, in_place, primitive, re
 Array = jax.Array
 
 
-def _gemm_sizes(avals: Any, batch: Batch, a: tuple[str, bool], b: tuple[str, bool]) -> shapes.GemmShape:
+def gemm_sizes(avals: Any, batch: Batch, a: tuple[str, bool], b: tuple[str, bool]) -> shapes.GemmShape:
     at = copy_length(a[0])
     a_data, b_data = own_shape(avals[0], batch.axes[0]), own_shape(avals[at], batch.axes[at])
     return shapes.gemm_shape(format_by_name(a[0]), a[1], a_data, format_by_name(b[0]), b[1], b_data)
@@ -83,7 +83,7 @@ def _gemm_attributes(
 
 def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
     a, b, out_dtype = params["a"], params["b"], params["out_dtype"]
-    m, n, k = sizes = _gemm_sizes(ctx.avals_in, batch, a, b)[:3]
+    m, n, k = sizes = gemm_sizes(ctx.avals_in, batch, a, b)[:3]
     (a_id, a_copy), (b_id, b_copy) = ((format_by_name(fmt).id, columnwise) for fmt, columnwise in (a, b))
     # The CPU's rows depend on formats only, so they can be checked here; a GPU's are chosen when the call runs.
     if platform == "cpu" and _core.gemm_row(a_id, a_copy, b_id, b_copy, 16, 16, 16, out_dtype, "cpu", 0) < 0:
