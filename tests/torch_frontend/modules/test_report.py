@@ -14,6 +14,7 @@ import diptych.torch as dt
 from diptych.common import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from diptych.core import kernel_table, reset_calls
 from torch_frontend.layer_cases import NAMED
+from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import RECIPE_NAMES, calls, normal
 
 MX, CURRENT = MXFP8BlockScaling(), Float8CurrentScaling()
@@ -100,7 +101,8 @@ def test_why_layers_ran_in_high_precision():
     x, splits = normal("x", (32, 64)), [16, 16]
 
     def run():
-        model[0](x), model[2](x, splits), model[3](x)
+        for layer, given in ((0, (x,)), (2, (x, splits)), (3, (x,))):
+            model[layer](*given)
         return {name: row.why for name, row in rows(model).items()}
 
     why = run()
@@ -168,13 +170,13 @@ def test_compiled_code_is_seen_before_each_run():
 
 def test_compiled_models_and_rows_that_vary():
     torch._dynamo.reset()
-    model = Model().bfloat16()
+    model = nn.Sequential(dt.Linear(64, 64), nn.ReLU(), dt.Linear(64, 64))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     reset_calls()
     with dt.autocast(recipe=CURRENT):
-        compiled(TOKENS).float().sum().backward()
-    assert counted(compiled) == 15
-    row = rows(model)["down"]
+        compiled(normal("x", (32, 64))).sum().backward()
+    assert counted(compiled) == 5
+    row = rows(model)["2"]
     assert row.compiled and row.rows is None and products(row) == PRODUCTS
 
 
@@ -199,3 +201,25 @@ def test_converted_layers_of_other_libraries():
     model(normal("x", (32, 64))).sum().backward()
     (row,) = dt.report(model).layers
     assert row.weight == (96, 64) and counted(model) == calls("gemm") == 2
+
+
+# --- cut layers ---
+
+
+def on_rank(rank, groups):
+    cut = {"tp_group": groups["data"], "sequence_parallel": True, "recipe": MX}
+    model = nn.Sequential(
+        dt.LayerNormMLP(64, 256, set_parallel_mode=True, **cut),
+        dt.Linear(64, 128, parallel_mode="column", **cut),
+        dt.Linear(128, 64, parallel_mode="row", **cut),
+    )
+    reset_calls()
+    model(normal("x", (32, 64))).sum().backward()
+    counted(model)
+    return [(row.weight, row.rows, products(row)) for row in dt.report(model).layers]
+
+
+@needs_gloo
+def test_layers_that_are_cut_over_ranks(ranks):
+    want = [((128, 64), 64), ((64, 128), 64), ((64, 64), 64), ((64, 64), 64)]
+    assert ranks == [[(*shapes, PRODUCTS) for shapes in want]] * 2

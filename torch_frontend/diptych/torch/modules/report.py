@@ -128,7 +128,8 @@ def _rows(module: Any, layer: str, call: LastCall) -> int | None:
         if extent is None:
             return None
         rows *= extent
-    return rows * module.tp_size if module.sequence_parallel and module._modes.get(layer) == COLUMN else rows
+    read = module.layers[0] if module.module_kind.startswith("layernorm") else layer  # all layers have its rows
+    return rows * module.tp_size if module.sequence_parallel and module._modes.get(read) == COLUMN else rows
 
 
 def _needs_dx(module: Any, layer: str, call: LastCall) -> bool:
