@@ -27,7 +27,7 @@ TAKE_NO_TENSORS = {
     "fp8_model_init", "get_autocast_recipe", "get_default_recipe", "is_autocast_enabled", "is_bf16_available",
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
     "make_graphed_callables", "plain_state_dict", "prepare", "prepare_weights", "quantized_model_init",
-    "recognize_pipelines", "rng_state", "seed_rng", "te_state_dict",
+    "recognize_pipelines", "report", "rng_state", "seed_rng", "te_state_dict",
 }  # fmt: skip
 
 
