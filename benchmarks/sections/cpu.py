@@ -170,7 +170,7 @@ def compiled() -> Iterator[Measure]:
         # Of 40 us, or more on a slower machine. In training delayed scales take a node and nine tensors more; packed
         # formats draw random numbers, in inference too.
         delayed = quantizer is not None and quantizer.needs_scale
-        goal = 0.8 if packed(name) else 1.0
+        goal = 0.6 if packed(name) else 1.0
         if graded:
             goal = 0.45 if delayed else 0.5 if packed(name) else 0.6
         ratio = 40e-6 * slowness(found["tiny"]) / max(t - p, 1e-9)
