@@ -68,8 +68,8 @@ def say(what: str) -> None:
 
 def find_python(version: str) -> Path | None:
     """Returns a CPython that can make environments, from PATH or from pyenv."""
-    roots = [Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"]
-    candidates = [shutil.which(f"python{version}"), *(p for r in roots for p in r.glob(f"{version}.*/bin/python"))]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python")]
     for candidate in filter(None, candidates):
         done = subprocess.run([candidate, "-c", "import ensurepip, venv, sys; print(sys.executable)"],
                               capture_output=True, text=True)  # fmt: skip

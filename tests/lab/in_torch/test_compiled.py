@@ -281,7 +281,7 @@ def test_results_that_nothing_uses_are_a_warning(tmp_path):
 
 @pytest.mark.kept
 def test_code_of_any_compiler_is_compiled_code():
-    """That of Inductor is in files of its own, beneath functions of AOTAutograd."""
+    """Code that Inductor wrote lies in files of its own, whose functions AOTAutograd calls."""
     from torch._functorch.aot_autograd import aot_function
 
     seen = []

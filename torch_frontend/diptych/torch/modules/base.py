@@ -215,7 +215,7 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
 
             comptime(note_plain)
             return
-        self.__dict__["_calls"] = {**(self._calls or {}), layer: why}
+        self.__dict__.setdefault("_calls", {})[layer] = why
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""

@@ -56,16 +56,9 @@ def _reason(recipe: Recipe, device: str, index: int) -> str:
     """Returns why not all products of a linear layer run natively under a recipe; empty if they do."""
     levels = {}
     for gemm in _kernels.PRODUCTS:
-        given = (
-            gemm,
-            recipe.operands(gemm),
-            (_EXTENT, _EXTENT, _EXTENT),
-            "bfloat16",
-            device,
-            index,
-            recipe.gemm_options(gemm),
-        )
-        levels[gemm] = _kernels.product(*given)["level"]
+        extents, options = (_EXTENT, _EXTENT, _EXTENT), recipe.gemm_options(gemm)
+        found = _kernels.product(gemm, recipe.operands(gemm), extents, "bfloat16", device, index, options)
+        levels[gemm] = found["level"]
     lacking = [f"{gemm} is {level}" for gemm, level in levels.items() if level != "native"]
     return f"{type(recipe).__name__} on {device}: {', '.join(lacking)}" if lacking else ""
 
