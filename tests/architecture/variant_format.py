@@ -36,7 +36,7 @@ FACE = "common/diptych/common/__init__.py"
 H_END = "};\n// clang-format on\ninline constexpr int32_t kFormatCount"
 PY_END = ")\n# fmt: on"
 QUANTIZERS_END = "        return QuantSpec(self.format.id, flags, 0.0)\n"
-RECIPES_END, ALL = '}\n"""The recipes with', '    "LateStateWarning",\n'
+RECIPES_START, ALL = "RECIPES: dict[str, Recipe] = _Recipes({\n", '    "LateStateWarning",\n'
 ROW_H = '    {"%s", DType::%s, DType::%s, %d, %d, ScaleRule::%s, ColumnwiseLayout::%s, %sf},\n'
 ROW_PY = '    FormatRow("%s", %s, %s, %d, %d, "%s", "%s", %s),\n'
 DTYPES = {"f32": "float32", "e8m0": "float8_e8m0fnu"}
@@ -69,7 +69,7 @@ class Invented:
             Patch(QUANTIZERS, QUANTIZERS_END, QUANTIZERS_END + QUANTIZER.format(**words)),
             Patch(RECIPES, "    Float8Quantizer,\n", f"    Float8Quantizer,\n    {quantizer},\n"),
             Patch(RECIPES, "DEFAULT_RECIPE: Recipe =", f"{SCALING.format(**words)}DEFAULT_RECIPE: Recipe ="),
-            Patch(RECIPES, RECIPES_END, f'    "{self.recipe}": {scaling}(),\n{RECIPES_END}'),
+            Patch(RECIPES, RECIPES_START, f'{RECIPES_START}    "{self.recipe}": {scaling}(),\n'),
             Patch(FACE, "    Float8Quantizer,\n", f"    Float8Quantizer,\n    {quantizer},\n"),
             Patch(FACE, "    Format,\n", f"    Format,\n    {scaling},\n"),
             Patch(FACE, ALL, f'    "{quantizer}",\n    "{scaling}",\n{ALL}'),
