@@ -13,7 +13,7 @@ PAIRS := build/pairs
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs versions versions-torch \
-  versions-jax wheels wheels-test lint stub bench setup clean
+  versions-jax wheels wheels-test lint docs stub bench setup clean
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
@@ -125,11 +125,15 @@ $(NEW_JAX)/.installed: pyproject.toml
 	  pytest pytest-xdist hypothesis allpairspy
 	touch $@
 
-lint: setup
+lint: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The site, into build/site. A broken link, a page outside of the navigation or an unknown name of the API ends it.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Write the stub of the core's Python module from the signatures of the built module.
 stub: setup
@@ -151,7 +155,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 numpy
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
 	  jinja2 matplotlib tqdm optax ml_dtypes pytest pytest-xdist hypothesis allpairspy ruff pyright clang-format \
-	  safetensors transformers flatbuffers flax equinox orbax-checkpoint
+	  safetensors transformers flatbuffers flax equinox orbax-checkpoint mkdocs-material "mkdocstrings[python]"
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import results
 from benchmarks.cases import JAX, LAYER, STEP_OPS, TORCH, Section, cases_of
-from benchmarks.render import DOCS, Page, Shown, grid
+from benchmarks.render import DOCS, FOLDERS, Page, Shown, grid
 from benchmarks.sources import digest
 from diptych.common import RECIPES, Recipe
 from diptych.lab import checkpoint
@@ -427,7 +427,20 @@ def _render(check: bool) -> int:
         return 1
     if not check:
         PAGE.write_text(page)
+        _draw(results.FOLDER / FOLDERS["cuda"] / FILE)
     return 0
+
+
+def _draw(path: Path) -> None:
+    """Draws the table of a file's first setting, which docs/choose.md shows."""
+    from benchmarks import plots
+
+    lines = tables(lines_of(path))[0][1]
+    found = {recipe: pairs_of(lines, BOTH, recipe) for recipe in GOALS}
+    rows = [
+        (name, 100 * p.mean, 100 * p.interval[0], 100 * p.interval[1]) for name, p in found.items() if p and p.interval
+    ]
+    plots.intervals(DOCS / "plots" / "quality.svg", rows, f"A byte-level GPT on {lines[0]['machine']}")
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

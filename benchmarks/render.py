@@ -16,6 +16,7 @@ from benchmarks import results
 from benchmarks.cases import GOALS, SECTIONS, Case, Goal, cases_of
 from benchmarks.results import Row
 from benchmarks.sources import ROOT, digest
+from diptych.common import RECIPES
 
 DOCS = ROOT / "docs"
 PAGE, TEXT = DOCS / "performance.md", Path(__file__).parent / "page.md"
@@ -201,6 +202,28 @@ class Page:
         return f"![{title}](plots/{section}.svg)"
 
 
+STACK, LAYER = "torch 4x4096x4096", "512x1024 by 1024x1024"  # what the plot of speeds shows
+
+
+def speeds(shown: Shown) -> tuple[dict[str, float], str, str] | None:
+    """Returns the speeds that README shows, their peer, and a title: of the Llama-shaped blocks on a GPU; where these
+    have no rows, of a layer's forward on the CPU; None without both."""
+    found = {r["name"].removesuffix(" fused"): r["us"] for r in shown.rows.get("llama", ())
+             if r["case"] == STACK and "us" in r}  # fmt: skip
+    section, peer, said = "llama", "bfloat16", "Four Llama-3-8B-shaped blocks, forward and backward"
+    ratios = {name: found["bf16"] / us for name, us in found.items() if "bf16" in found}
+    if not ratios:
+        section, peer, said = "cpu", "float32", "Forward of a layer of 1024 x 1024 on 512 rows"
+        ratios = {name.split()[0]: r["peer us"] / r["us"] for r in shown.rows.get("cpu", ())
+                  if r["case"] == "linear" and (name := r["name"]).endswith(LAYER)}  # fmt: skip
+    if not ratios:
+        return None
+    env = shown.runs[section]["environment"]
+    where = env.get("gpu", f"{env['machine']} (no FP8 units)")
+    title = f"{said}\n{where}, at {env['commit']}"
+    return {name: ratios[name] for name in RECIPES if name in ratios}, peer, title
+
+
 def measured(shown: Shown, goal: Goal) -> float | None:
     """Returns the figure that a goal bounds; None if a case that counts has no rows."""
     ratios = []
@@ -238,6 +261,10 @@ def main(check: bool) -> int:
             return 1
         return 0
     PAGE.write_text(page)
+    if found := speeds(shown):
+        from benchmarks import plots
+
+        plots.bars(DOCS / "plots" / "speed.svg", *found)
     for section in SECTIONS.values():
         if section.name not in shown.rows and section.default:
             print(Page(shown).missing(section.name))

@@ -195,6 +195,32 @@ def test_the_page_refuses_stale_rows(tmp_path, monkeypatch):
     assert "mxfp8 dense" not in page and "mxfp8 grouped" in page  # goals
 
 
+def test_the_plot_of_speeds_takes_the_gpu_first_and_then_the_cpu():
+    shown = render.Shown(Path("no folder"))
+    assert render.speeds(shown) is None
+    env = {"environment": {"commit": "abc", "machine": "2 cores"}}
+    layer = {"case": "linear", "peer us": 4.0, "us": 8.0}
+    shown.rows["cpu"] = [{**layer, "name": f"mxfp8 {shape} by 1024x1024"} for shape in ("16x1024", "512x1024")]
+    shown.runs = {"cpu": env, "llama": env}
+    assert render.speeds(shown) == ({"mxfp8": 0.5}, "float32", render.speeds(shown)[2])
+    stack = {"case": "torch 4x4096x4096"}
+    shown.rows["llama"] = [{**stack, "name": "bf16", "us": 3.0}, {**stack, "name": "fp8-block fused", "us": 2.0}]
+    assert render.speeds(shown)[:2] == ({"fp8-block": 1.5}, "bfloat16")
+    shown.rows["llama"] = [{**stack, "name": "", "failed": "no memory"}]
+    assert render.speeds(shown)[1] == "float32"
+
+
+@pytest.mark.parametrize("draw", [
+    lambda path: plots.bars(path, {"MXFP8": 0.5}, "float32", "Speeds"),
+    lambda path: plots.intervals(path, [("MXFP8", 0.5, 0.2, 0.8)], "Losses"),
+])  # fmt: skip
+def test_bars_and_intervals_are_the_same_each_time(tmp_path, draw):
+    for name in ("a", "b"):
+        draw(tmp_path / f"{name}.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert "MXFP8" in (tmp_path / "a.svg").read_text()
+
+
 def test_a_plot_is_the_same_each_time(tmp_path):
     rows = suite_of("gemm", "")["rows"]
     for name in ("a", "b"):

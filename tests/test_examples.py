@@ -44,8 +44,14 @@ def test_examples_learn(name):
     assert len(losses) >= 2 and losses[-1] < losses[0], text
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Returns the Python blocks of a page, each with the output that the page shows right below it, or ""."""
+    return re.findall(r"```python\n(.*?)```(?:\n\n```output\n(.*?)```)?", page.read_text(), re.S)
+
+
+def without_losses(text: str) -> str:
+    """Returns output without its losses, whose last digits depend on the processor."""
+    return re.sub(r"\bloss \S+", "loss", text)
 
 
 ALL = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -61,8 +67,9 @@ def test_examples_and_pages_are_found():
 
 @pytest.mark.parametrize("code", named(PAGES, ("README.md", "docs/states.md")))
 def test_code_on_pages_runs(tmp_path, code):
-    """Each block by itself: it finds none of the names of those before it."""
+    """Each block by itself: it finds none of the names of those before it. It prints what the page shows below it."""
     paths = [tmp_path / f"block_{i}.py" for i in range(len(code))]  # ops look up their dataclass, Dynamo the source
-    for path, block in zip(paths, code, strict=True):
+    for path, (block, _) in zip(paths, code, strict=True):
         path.write_text(block)
-    printed(*paths)
+    for text, (_, shown) in zip(printed(*paths).values(), code, strict=True):
+        assert not shown or "cuda" in text or without_losses(text) == without_losses(shown)

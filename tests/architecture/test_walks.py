@@ -1,4 +1,4 @@
-"""Prints the files that three calls enter (`pytest -s`), and compares docs/index.md with them."""
+"""Prints the files that three calls enter (`pytest -s`), and compares docs/walks.md with them."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def test_a_walk_is_in_order_of_first_entry_and_of_our_files_alone():
 
 
 def test_the_page_shows_the_walks():
-    sections = (ROOT / "docs/index.md").read_text().split("\n## ")
+    sections = (ROOT / "docs/walks.md").read_text().split("\n## ")
     for name, found in in_a_fresh_process().items():
         print(f"{name}: {len(found.files)} files", *found.files, sep="\n  ")
         (section,) = [s for s in sections if s.startswith(f"From `{name}`")]

@@ -18,12 +18,19 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, ExplainedWarning
 from diptych.common.recipes import Recipe
 
 
-class ConvertWarning(UserWarning):
-    """Warns of a layer that `convert` left as it is, though it multiplies by matrices as convertible layers do."""
+class ConvertWarning(ExplainedWarning):
+    """A layer that `convert` left as it is, though it multiplies by matrices as convertible layers do.
+
+    **Cause:** A subclass of nn.Linear with a forward of its own, a layer whose forward is never called (the output
+    projection of nn.MultiheadAttention), or stacks of matrices in a kind of module that `convert` does not know.
+
+    **Remedy:** None is needed if the layer may stay in high precision. Otherwise replace it by `dt.Linear` or
+    `dt.GroupedLinear`, or call `dt.linear` in its forward. A filter that leaves the layer out also ends the warning.
+    """
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------

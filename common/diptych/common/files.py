@@ -11,6 +11,8 @@ import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from diptych.common.errors import ExplainedError
+
 _KINDS = (
     (stat.S_ISREG, "a file"),
     (stat.S_ISDIR, "a folder"),
@@ -21,8 +23,14 @@ _KINDS = (
 )
 
 
-class FileError(OSError):
-    """A file that cannot be read or written; the message has its path and the reason."""
+class FileError(ExplainedError, OSError):
+    """A file that cannot be read or written; the message has its path and the reason.
+
+    **Cause:** A path that is missing, is of another kind (a folder where a file is needed), may not be written, or
+    lies inside of a trace.
+
+    **Remedy:** Name another path, or change its permissions.
+    """
 
     def __str__(self) -> str:
         return str(self.strerror)

@@ -82,6 +82,7 @@ FORMATS: tuple[FormatRow, ...] = (
     FormatRow("nvfp4",             _E2M1, _E4M3,   1,  16, "two_level", "transposed", 0.25),
 )
 # fmt: on
+"""The formats, in the order of the core's table; a row's place is the format's number in the core."""
 
 _IDS = {row.name: i for i, row in enumerate(FORMATS)}
 

@@ -463,6 +463,7 @@ class _WithResults(Recipe):
 
 
 DEFAULT_RECIPE: Recipe = Float8CurrentScaling()
+"""The recipe of a region that names none."""
 
 
 class _Recipes(dict[str, Recipe]):

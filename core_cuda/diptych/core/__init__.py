@@ -28,12 +28,29 @@ from diptych.core._permute import (
 from diptych.core._statistics import statistics
 
 format_table = _core.format_table
+"""Returns the rows of the format table: a list of dicts with the fields of `FormatRow`."""
+
 kernel_table = _core.kernel_table
+"""Returns the rows of the kernel table: a list of dicts with `op`, `backend` ("cpu" or "cuda"), `min_arch` and
+`max_arch`, `formats`, `level` ("native" or "emulated"), `kernel`, `note`, and `calls`, the number of calls in this
+process. Of the rows that take a call's operands the first one runs."""
+
 reset_calls = _core.reset_calls
+"""Sets the numbers of calls in the kernel table to 0."""
+
 build_info = _core.build_info
+"""Returns how the core was built: a dict with `cuda`, `compiler`, `isa` (the instruction set that runs here),
+`cuda_toolkit` and `cuda_archs`."""
+
 cuda_info = _core.cuda_info
+"""Returns a dict with the architectures of this machine's GPUs (`archs`) and the cuBLASLt that was loaded."""
+
 set_num_threads = _core.set_num_threads
+"""Sets the number of threads of the CPU kernels, 1 to 1024. Results do not depend on it. Raises ValueError for another
+number."""
+
 get_num_threads = _core.get_num_threads
+"""Returns the number of threads of the CPU kernels."""
 
 __all__ = [
     "QuantizedArray",

@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version of diptych, and exit")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_doctor, _train, _compare, _diff, _replay, _bisect):
+    for add in (_doctor, _train, _compare, _diff, _replay, _bisect, _explain):
         add(commands)
     return made
 
@@ -39,6 +39,12 @@ class _Version(argparse.Action):
 def _doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine runs natively, emulated or not at all, and why")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _explain(commands: Any) -> None:
+    explain = _described(commands, "explain", "say what causes an error or a warning of diptych's, and what to do")
+    explain.add_argument("name", nargs="?", metavar="NAME", help="such as EmulationWarning; without it all are listed")
+    explain.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def _train(commands: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from diptych.common.conversion import matches
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, ExplainedWarning
 from diptych.common.ops.statistics import NAMES, OF_ERRORS
 from diptych.lab.replay import table
 from diptych.lab.traces import DTYPES, Options, Site, Statistics
@@ -31,8 +31,15 @@ EVERYTHING: dict[str, Any] = {"values": "full", "budget": 2**61, "ops": "all", "
 """Options of a capture after which every operation can be computed again."""
 
 
-class CaptureWarning(UserWarning):
-    """The warning about a tensor of a step that is not recorded."""
+class CaptureWarning(ExplainedWarning):
+    """A tensor of a step that is not recorded.
+
+    **Cause:** A module that was added after the capture began, a tensor of a kind that no site holds, or code that
+    the taps cannot see into.
+
+    **Remedy:** The message names it. Begin the capture after the model is complete; docs/captures.md lists what a
+    capture cannot record.
+    """
 
 
 def options(sites: Any, every: Any, values: Any, budget: Any, ops: Any = "own") -> Options:

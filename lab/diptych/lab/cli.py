@@ -1,4 +1,4 @@
-"""The command `diptych`: doctor, train, compare, diff, replay, bisect."""
+"""The command `diptych`: doctor, train, compare, diff, replay, bisect, explain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diptych.common import RECIPES, CheckpointError, DeviceError, ShapeError, UnsupportedError
+from diptych.common import RECIPES, ArgumentError, CheckpointError, DeviceError, ShapeError, UnsupportedError
+from diptych.common.errors import ExplainedError
 from diptych.lab import files
 from diptych.lab.arguments import BAD_INPUT, parser
 from diptych.lab.data import ByteData, DataError, load
@@ -31,8 +32,13 @@ RESULTS, REPORT = "results.json", "report.html"
 VERDICTS = {True: "pass", False: "FAIL", None: "undecided"}
 
 
-class InputError(ValueError):
-    """The error for invalid arguments. Its message names the argument and the fault."""
+class InputError(ExplainedError, ValueError):
+    """The error for invalid arguments. Its message names the argument and the fault.
+
+    **Cause:** A value that the command cannot use, or a package that it needs and that is not installed.
+
+    **Remedy:** Correct the argument; `diptych COMMAND --help` lists what each takes.
+    """
 
 
 _REFUSALS = (
@@ -83,6 +89,17 @@ def _doctor(args: argparse.Namespace, _: list[str]) -> int:
 
     found = doctor.diagnose()
     print(json.dumps(found, indent=1) if args.json else doctor.as_text(found))
+    return 0
+
+
+def _explain(args: argparse.Namespace, _: list[str]) -> int:
+    from diptych.lab import explain
+
+    try:
+        found = [explain.explained(name) for name in ([args.name] if args.name else explain.classes())]
+    except ArgumentError as e:
+        raise InputError(str(e)) from e
+    print(json.dumps(found, indent=1) if args.json else explain.as_text(found))
     return 0
 
 
@@ -276,6 +293,7 @@ def _bisect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 _COMMANDS = {
     "doctor": _doctor, "train": _train, "compare": _compare, "diff": _diff, "replay": _replay, "bisect": _bisect,
+    "explain": _explain,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import sysconfig
 
 import numpy as np
 
+from diptych.common.errors import ExplainedError
 from diptych.lab import files
 
 DEFAULT_CAP = 8 << 20
@@ -18,8 +19,13 @@ _SKIPPED_DIRS = {"__pycache__", "site-packages", "dist-packages", "test", "tests
 _VALIDATION_PERIOD = 10
 
 
-class DataError(ValueError):
-    """The error for data that is missing, unreadable or too small."""
+class DataError(ExplainedError, ValueError):
+    """The error for data that is missing, unreadable or too small.
+
+    **Cause:** A `--data` that does not exist or has no files to train on, or fewer bytes than a window of `--seq`.
+
+    **Remedy:** Name a file or a folder of text files, with more data or a shorter `--seq`.
+    """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,14 +13,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from diptych.common.errors import ExplainedError
 from diptych.common.files import FileError, kind, replacing
 
 LOCK_NAME = ".diptych.lock"
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 
 
-class BusyError(RuntimeError):
-    """The error for a folder in which another run writes."""
+class BusyError(ExplainedError, RuntimeError):
+    """The error for a folder in which another run writes.
+
+    **Cause:** Two commands with the same `--out` at the same time.
+
+    **Remedy:** Wait for the process that the message names, or choose another `--out`.
+    """
 
 
 @contextlib.contextmanager

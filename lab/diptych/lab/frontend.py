@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from diptych.common.errors import ExplainedError
 from diptych.lab.bisect.forward import Feeder
 from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
@@ -22,12 +23,25 @@ from diptych.lab.replay.op import Bits, Op
 GROUP = "diptych.frontends"
 
 
-class FrontendError(RuntimeError):
-    """The error for a framework that is not installed, or cannot run what was requested on this machine."""
+class FrontendError(ExplainedError, RuntimeError):
+    """The error for a framework that is not installed, or cannot run what was requested on this machine.
+
+    **Cause:** A command that needs torch or JAX in an environment without it, or `--device cuda` where the framework
+    or diptych has no CUDA.
+
+    **Remedy:** Install the framework that the message names, or choose another device; `diptych doctor` says what is
+    usable.
+    """
 
 
-class TrainingError(RuntimeError):
-    """The error for a run that failed, for example because a loss is not finite."""
+class TrainingError(ExplainedError, RuntimeError):
+    """The error for a run that failed, for example because a loss is not finite.
+
+    **Cause:** Often a learning rate that is too large for the model.
+
+    **Remedy:** Take a smaller `--lr` or a longer `--warmup`, or clip gradients (`--clip`). If high precision trains
+    with the same settings, `diptych compare` shows where the runs part.
+    """
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 Recipes, quantizers and roles are those of `diptych.common`.
 """
 
+from diptych.common.errors import EagerWarning
 from diptych.torch import parallel
 from diptych.torch.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.torch.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
@@ -21,7 +22,6 @@ from diptych.torch.functional.permute_quantize import moe_permute_and_quantize
 from diptych.torch.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.torch.functional.scale_update import scale_update
 from diptych.torch.graph.custom_op import CustomOp, Group, Size, Written
-from diptych.torch.graph.eager_only import EagerWarning
 from diptych.torch.graph.proto import TensorProto, to_tensor_proto
 from diptych.torch.modules import filters
 from diptych.torch.modules.base import QuantizedModule

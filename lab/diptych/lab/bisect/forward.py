@@ -25,7 +25,13 @@ CODE_FAILS = (Exception, SystemExit)
 
 
 class BisectError(DiffError):
-    """The error for a bisection that cannot be made. Its message says why."""
+    """The error for a bisection that cannot be made. Its message says why.
+
+    **Cause:** Models whose modules cannot be paired, inputs that one of them does not take, or a script that does not
+    load.
+
+    **Remedy:** The message names the module or file; docs/replay.md shows what a script must define.
+    """
 
 
 class Inputs(NamedTuple):

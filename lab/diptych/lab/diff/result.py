@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from diptych.common.errors import ExplainedError
 from diptych.lab.traces.schema import Kind
 
 Verdict = Literal["same", "rounding", "beyond", "definition", "differs", "unknown"]
@@ -16,8 +17,13 @@ NO_FINDING = (*GREEN, "unknown")
 FORWARD = ("activation", "parameter", "operand", "result")
 
 
-class DiffError(ValueError):
-    """The error for a comparison that cannot be made. Its message says why."""
+class DiffError(ExplainedError, ValueError):
+    """The error for a comparison that cannot be made. Its message says why.
+
+    **Cause:** Traces without a common step or site, or a file of references that does not fit them.
+
+    **Remedy:** Capture both runs with the same steps and sites, or map their names (docs/lab.md).
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,14 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from diptych.common.errors import ExplainedError
 from diptych.lab.traces import DTYPES, Tensor
 
 T = TypeVar("T")
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class ReplayError(ValueError):
-    """The error for a recorded operation that cannot be computed again. Its message says why."""
+class ReplayError(ExplainedError, ValueError):
+    """The error for a recorded operation that cannot be computed again. Its message says why.
+
+    **Cause:** A trace without the operation's operands (captured with `ops=None`, or values that were sampled), or an
+    operation that the other framework lacks.
+
+    **Remedy:** Capture with `values="full"` and the operations, or choose another operation.
+    """
 
 
 REFUSED = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)

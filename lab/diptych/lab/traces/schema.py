@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
+from diptych.common.errors import ExplainedError
 from diptych.lab.traces.dtypes import DTYPES, is_recorded
 
 FORMAT, VERSION = "diptych-trace", 2
@@ -26,8 +27,13 @@ T = TypeVar("T")
 _MOST_AXES, _MOST_BYTES, _LONGEST_NAME, _LONGEST_OPTIONS = 32, 2**62, 1000, 10_000
 
 
-class TraceError(ValueError):
-    """The error for a trace that cannot be read or written. Its message names the file and the field or tensor."""
+class TraceError(ExplainedError, ValueError):
+    """The error for a trace that cannot be read or written. Its message names the file and the field or tensor.
+
+    **Cause:** A folder that is no trace, one that was damaged, or one that another program or version wrote.
+
+    **Remedy:** Capture again, or correct the field; docs/traces.md specifies the files.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

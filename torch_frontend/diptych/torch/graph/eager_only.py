@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from diptych.common.errors import UnsupportedError
-
-
-class EagerWarning(UserWarning):
-    """A part of compiled code that runs eagerly."""
+from diptych.common.errors import EagerWarning, UnsupportedError
 
 
 class EagerOnly:

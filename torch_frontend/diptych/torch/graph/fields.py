@@ -21,7 +21,10 @@ from diptych.torch.primitives.constants import Group
 from diptych.torch.tensors.quantized import BUFFERS, QuantizedStack, QuantizedTensor, QuantizedTensorBase
 
 Size = NewType("Size", int)
+"""Annotates a size among the arguments of a `CustomOp`; it may be symbolic. `tuple[Size, ...]` annotates several."""
+
 Written = NewType("Written", list)  # type: ignore[type-arg]
+"""Annotates a list of tensors among the arguments of a `CustomOp` to which backward writes; forward sees none."""
 
 _DTYPES = {d: str(d).removeprefix("torch.") for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 

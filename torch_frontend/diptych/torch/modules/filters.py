@@ -265,8 +265,15 @@ def _factors(module: nn.Module) -> set[int]:
 
 
 head = Kind("head", "the model's output layer", _heads)
+"""Output layers: what `get_output_embeddings()` or `get_classifier()` returns, layers that share their weight with an
+embedding, and layers outside of blocks under a name such as `lm_head`, `head` or `classifier`."""
+
 adapters = Kind("adapters", "an adapter's factor", _adapters)
+"""Factors of adapters such as LoRA: layers beside a `base_layer`, under a name that begins with "lora", or in pairs of
+low rank below a module with a weight of its own. They are left by default."""
+
 everything = Kind("everything", "a layer", lambda model: lambda module, name: True)
+"""All layers, adapters and small ones too."""
 
 # --- for convert -----------------------------------------------------------------------------------------------------
 
