@@ -142,7 +142,7 @@ def test_no_common_step(tmp_path):
         writer.step(7, chain(1))
     with pytest.raises(DiffError, match=r"no step is in both traces: .* has step 0, .* has step 7"):
         differ.diff(a, Trace.open(tmp_path / "b"))
-    with pytest.raises(DiffError, match=r"c: no step was recorded$"):
+    with pytest.raises(DiffError, match=r"c: no step was recorded(?m:$)"):
         differ.diff(trace(tmp_path / "c"), a)
     for ranks, said in ((2, "no step was recorded by rank 1 of 2"), (3, "by ranks 1, 2 of 3")):
         with pytest.raises(DiffError, match=said):

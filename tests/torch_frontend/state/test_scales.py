@@ -244,18 +244,27 @@ BAD_STATES = {
         "another recipe",
     ),
     "zero scale": (lambda s: _spoiled(s, "input.scale", torch.zeros(1)), r"input\.scale must be finite and greater"),
-    "negative scale": (lambda s: _spoiled(s, "weight.scale", -torch.ones(1)), r"weight\.scale must be .*, got -1$"),
-    "NaN scale": (lambda s: _spoiled(s, "weight.scale", torch.full((1,), torch.nan)), r"weight\.scale .*, got nan$"),
-    "inf scale": (lambda s: _spoiled(s, "weight.scale", torch.full((1,), torch.inf)), r"weight\.scale .*, got inf$"),
+    "negative scale": (
+        lambda s: _spoiled(s, "weight.scale", -torch.ones(1)),
+        r"weight\.scale must be .*, got -1(?m:$)",
+    ),
+    "NaN scale": (
+        lambda s: _spoiled(s, "weight.scale", torch.full((1,), torch.nan)),
+        r"weight\.scale .*, got nan(?m:$)",
+    ),
+    "inf scale": (
+        lambda s: _spoiled(s, "weight.scale", torch.full((1,), torch.inf)),
+        r"weight\.scale .*, got inf(?m:$)",
+    ),
     "negative amax": (
         lambda s: _spoiled(s, "input.amax_history", torch.tensor([0, 1.0, -2.0, 1.0])),
-        r"input\.amax_history must hold finite amaxes of 0 or more, got -2$",
+        r"input\.amax_history must hold finite amaxes of 0 or more, got -2(?m:$)",
     ),
     "NaN amax": (
         lambda s: _spoiled(s, "input.amax_history", torch.tensor([torch.nan, 1.0, 2.0, 1.0])),
-        r"input\.amax_history must hold finite amaxes of 0 or more, got nan$",
+        r"input\.amax_history must hold finite amaxes of 0 or more, got nan(?m:$)",
     ),
-    "fp8_max": (lambda s: _spoiled(s, "input.fp8_max", torch.tensor([7.0])), r"input\.fp8_max must be .*, got 7$"),
+    "fp8_max": (lambda s: _spoiled(s, "input.fp8_max", torch.tensor([7.0])), r"input\.fp8_max must be .*, got 7(?m:$)"),
     "rng": (lambda s: {**s, "rng_state": torch.zeros(3, dtype=torch.int32)}, r"rng_state must be int32 \[4\]"),
 }
 
