@@ -65,7 +65,7 @@ def test_examples_and_pages_are_found():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("code", named(PAGES, ("README.md", "docs/states.md")))
+@pytest.mark.parametrize("code", named(PAGES, ("README.md", "docs/quick_start.md")))
 def test_code_on_pages_runs(tmp_path, code):
     """Each block by itself: it finds none of the names of those before it. It prints what the page shows below it."""
     paths = [tmp_path / f"block_{i}.py" for i in range(len(code))]  # ops look up their dataclass, Dynamo the source

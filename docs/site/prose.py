@@ -116,8 +116,9 @@ def _reachable(held: griffe.Object, links: dict[str, dict[str, str]]) -> dict[st
     """Returns the names that an object's docstring means: those of its own frontend and the common ones, without its
     own name and its arguments."""
     own = next((s for s in ("diptych.torch", "diptych.jax", "diptych.core") if f"{held.path}.".startswith(f"{s}.")), "")
-    names = links["diptych.common"] | (links[own] if own else {})
+    names = {path: path for known in links.values() for path in known.values()} | links["diptych.common"]
     if own == "diptych.torch":
-        names = links["diptych.torch.parallel"] | names
+        names |= links["diptych.torch.parallel"]
+    names |= links[own] if own else {}
     arguments = {p.name for p in getattr(held, "parameters", ())} | set(held.members)
     return {n: path for n, path in names.items() if n not in arguments and n != held.name}
