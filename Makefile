@@ -134,6 +134,7 @@ lint: setup docs
 # The site, into build/site. A broken link, a page outside of the navigation or an unknown name of the API ends it.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site: build/site/index.html"
 
 # Write the stub of the core's Python module from the signatures of the built module.
 stub: setup
