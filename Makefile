@@ -131,9 +131,10 @@ lint: setup docs
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The site, into build/site. A broken link, a page outside of the navigation or an unknown name of the API ends it.
+# The site, into build/site. A broken link, a page outside of the navigation or an unknown name of the API ends it; with
+# --quiet mkdocs would not count its warnings.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site: build/site/index.html"
 
 # Write the stub of the core's Python module from the signatures of the built module.

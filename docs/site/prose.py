@@ -17,6 +17,7 @@ HEADING = re.compile(r"^\*\*(\w+):\*\*\s*")
 NAME = r"`\*{0,2}[\w.]+(?:=[^`]*)?`"
 ENTRY = re.compile(rf"(?:^|(?<=[.;] ))({NAME}(?:(?:, | and |, and | or ){NAME})*): ")
 CODE = re.compile(r"(?<![`\[\w])`([\w.]+)`(?![`\]])")
+SHOWN = re.compile(r"^::: (\S+)$", re.M)
 SECTION = re.compile(r"NUMERICS (\d+)(?:-(\d+))?")
 # Modules whose `__all__` are public, by the prefix under which docstrings may name them.
 SPACES = {
@@ -31,8 +32,12 @@ class Prose(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         if pkg.path != "diptych":
             return
-        links = {space: _names(pkg, space) for space in SPACES}
-        sections = _sections(Path(__file__).parents[1] / "numerics.md")
+        docs = Path(__file__).parents[1]
+        on_pages = {name for page in (docs / "api").glob("*.md") for name in SHOWN.findall(page.read_text())}
+        links = {
+            space: {said: path for said, path in _names(pkg, space).items() if path in on_pages} for space in SPACES
+        }
+        sections = _sections(docs / "numerics.md")
         for held in _objects(pkg):
             if held.docstring:
                 held.docstring.value = shown(held.docstring.value, _reachable(held, links), sections)
