@@ -149,20 +149,24 @@ bench: setup
 # New Python files need `touch pyproject.toml` first: an editable install only finds files that existed when it was made.
 setup: $(VENV)/.installed
 
+# Runs a command, and says every ten seconds how far it is: TOLD WHAT COMMAND...
+TOLD := $(PYTHON) core_cuda/wheels/progress.py
+
 # The build's requirements are installed into the environment, so that jaxlib is downloaded once.
 $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "diptych needs Python 3.11 or newer; set PYTHON="'
 	@echo "== packages: torch, jax and tools, into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 numpy
-	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
-	  jinja2 matplotlib tqdm optax ml_dtypes pytest pytest-xdist hypothesis allpairspy ruff pyright clang-format \
-	  safetensors transformers flatbuffers flax equinox orbax-checkpoint mkdocs-material "mkdocstrings[python]"
+	$(TOLD) "installing torch" $(BIN)/pip install -c constraints.txt torch==2.13.0 numpy
+	$(TOLD) "installing jax and tools" $(BIN)/pip install -c constraints.txt \
+	  scikit-build-core pybind11 cmake ninja jax jaxlib numpy jinja2 matplotlib tqdm shtab optax ml_dtypes pytest \
+	  pytest-xdist hypothesis allpairspy ruff pyright clang-format safetensors transformers flatbuffers flax equinox \
+	  orbax-checkpoint mkdocs-material "mkdocstrings[python]"
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml
 	@echo "== CUDA: $(DIPTYCH_CUDA); DIPTYCH_CUDA=on compiles its kernels too"
-	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/python core_cuda/wheels/progress.py "building the core and the handlers" \
+	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(TOLD) "building the core and the handlers" \
 	  $(BIN)/pip install -v --no-build-isolation --no-deps --config-settings build-dir=build/editable -e .
 	touch $@
 

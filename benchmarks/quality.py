@@ -197,7 +197,7 @@ def _trained(there: Any, setting: Setting, recipe: str, seed: int, data: ByteDat
     from diptych.lab import train
 
     run = train.run(
-        there, setting.job(recipe, seed), data, setting.settings(seed), progress=False,
+        there, setting.job(recipe, seed), data, setting.settings(seed),
         stop=lambda: time.monotonic() > deadline,
     )  # fmt: skip
     return {"final": run.final, "seconds": round(run.seconds, 1), "step_seconds": round(run.step_seconds, 5)}

@@ -49,7 +49,7 @@ OPEN_ATTRIBUTES = frozenset({
 THIRD_PARTY = {
     "common": set(),
     "core": {"numpy", "ml_dtypes"},
-    "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm"},
+    "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm", "shtab"},
     "torch": {"torch", "numpy", "ml_dtypes"},
     "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "flax", "equinox"},
     "lab.torch": {"torch", "numpy", "ml_dtypes"},

@@ -1,5 +1,8 @@
 import importlib.metadata
 import json
+import pathlib
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +11,7 @@ import pytest
 
 from diptych.common import RECIPES, format_by_name, linear_plan
 from diptych.lab import checkpoint, cli, frontend
+from diptych.lab.arguments import SHELLS
 
 MODEL = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16"]
 TINY = [*MODEL, "--batch", "2", "--eval-batches", "1", "--no-compile", "--threads", "1", "--quiet"]
@@ -32,7 +36,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"diptych {importlib.metadata.version('diptych')}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["compare"], ["diff"]])
+@pytest.mark.parametrize("command", [[], *map(list, zip(cli.COMMANDS))])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as e:
         cli.main([*command, "--help"])
@@ -46,6 +50,9 @@ def test_help(command, capsys):
         ([], "COMMAND"),
         (["fly"], "fly"),
         (["doctor", "--loud"], "--loud"),
+        (["doctor", "--json", "/dev/full/x"], "--json /dev/full/x"),
+        (["completion"], "shell"),
+        (["completion", "fish"], "fish"),
         (["train"], "--framework"),
         (["train", "--framework", "numpy"], "numpy"),
         (["train", "--framework", "torch", "--recipe", "fp4"], "fp4"),
@@ -117,7 +124,7 @@ def test_doctor_without_any_frontend(capsys, monkeypatch):
     assert {r["recipe"] for r in found["recipes"]} == set(RECIPES)
 
 
-def test_doctor(capsys):
+def test_doctor(capsys, tmp_path):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["frontends"]) == {"torch", "jax"}
@@ -137,6 +144,9 @@ def test_doctor(capsys):
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "cpu.gemm" in text and "mxfp8 on CPU" in text
+    assert cli.main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    assert capsys.readouterr().out == text
+    assert set(json.loads((tmp_path / "doctor.json").read_text())) == set(found)
 
 
 def test_train_writes_resumes_and_protects_its_checkpoint(capsys, tmp_path, text):
@@ -149,7 +159,40 @@ def test_train_writes_resumes_and_protects_its_checkpoint(capsys, tmp_path, text
     resumed, whole = (json.loads((tmp_path / d / "results.json").read_text()) for d in "ab")
     assert resumed["losses"] == whole["losses"] and len(whole["losses"]) == 4
     assert resumed["validation"] == whole["validation"]
-    assert cli.main([*base, *out, "--overwrite"]) == 0
+    capsys.readouterr()
+    assert cli.main([*base, *out, "--overwrite", "--json"]) == 0
+    printed, err = capsys.readouterr()
+    assert json.loads(printed)["losses"] == whole["losses"] and "4 of 4 steps" in err
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_all_commands(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(command in script for command in cli.COMMANDS) and "--keep-traces" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(["di"], "diff"), (["replay", "--de"], "--device"), (["train", "--recipe", "mxfp8-"], "mxfp8-2d"),
+     (["diff", "--json", "pypro"], "pyproject.toml"), (["compl"], "completion")],
+)  # fmt: skip
+def test_bash_completes(words, found, capsys):
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash here")
+    cli.main(["completion", "bash"])
+    script = capsys.readouterr().out + (
+        f"\nCOMP_WORDS=({shlex.join(['diptych', *words])}) COMP_CWORD={len(words)}; _shtab_diptych\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.split() == [found], done.stderr
+
+
+def test_completion_without_shtab(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install 'diptych[lab]'" in refused(["completion", "zsh"], capsys)
 
 
 def test_the_lab_knows_no_framework():
@@ -298,7 +341,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path, text):
 
 
 def test_whoever_reads_the_output_may_stop():
-    command = "cli._COMMANDS['doctor'] = lambda *_: print('said')"  # which imports no framework
+    command = "cli.COMMANDS['doctor'] = lambda *_: print('said')"  # which imports no framework
     code = f"import sys; from diptych.lab import cli; {command}; sys.exit(cli.main(['doctor']))"
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None and run.stderr is not None

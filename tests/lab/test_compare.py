@@ -18,7 +18,7 @@ TINY_ARGS = [
 def compared(recipe, text, out, *more):
     """One whole comparison, small: (exit status, folder)."""
     argv = ["compare", "--recipe", recipe, "--data", str(text), "--out", str(out)]
-    return main([*argv, *TINY_ARGS, *more]), out
+    return main([*argv, *TINY_ARGS, "--json", str(out / "written.json"), *more]), out
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +57,7 @@ def test_it_passes_and_writes_report_and_results(good):
     results = json.loads((out / "results.json").read_text())
     assert [c for c in results["checks"] if not c["passed"]] == []
     assert status == 0 and results["passed"]
+    assert results == json.loads((out / "written.json").read_text())
     assert len(results["checks"]) == 9
     assert len(results["runs"]) == 4
     assert {row["op"] for row in results["replay"]} == {"quantize", "gemm", "bias_grad"}

@@ -26,7 +26,7 @@ def test_without_a_name_all_are_listed(capsys):
 
 
 def test_as_json(capsys):
-    assert cli.main(["explain", "--json", "ShapeError"]) == 0
+    assert cli.main(["explain", "--json", "-", "ShapeError"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["name"] == "ShapeError" and found["catch"] == "ValueError"
 

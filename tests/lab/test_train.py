@@ -16,7 +16,7 @@ SETTINGS = train.Settings(batch=2, eval_every=3, eval_batches=2, checkpoint_ever
 
 
 def run(frontend, job_, data, **stretch):
-    return train.run(frontend, job_, data, SETTINGS, train.Stretch(**stretch), progress=False)
+    return train.run(frontend, job_, data, SETTINGS, train.Stretch(**stretch))
 
 
 @pytest.mark.parametrize(

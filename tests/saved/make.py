@@ -186,8 +186,8 @@ def training() -> tuple[Frontend, Job, ByteData, train.Settings]:
 def save_training(folder: Path) -> None:
     run = training()
     file = folder / checkpoint.FILE_NAME
-    train.run(*run, train.Stretch(checkpoint=file, stop_after=STEPS), progress=False)
-    rest = train.run(*run, train.Stretch(resume=file), progress=False)
+    train.run(*run, train.Stretch(checkpoint=file, stop_after=STEPS))
+    rest = train.run(*run, train.Stretch(resume=file))
     np.save(folder / "losses.npy", rest.losses)
 
 

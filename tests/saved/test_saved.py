@@ -192,6 +192,6 @@ def test_checkpoints_of_the_lab():
         assert found.keys() == want.keys() and found
         for name in want:
             np.testing.assert_array_equal(found[name], want[name])
-    run = train.run(frontend, job, data, settings, train.Stretch(resume=path), progress=False)
+    run = train.run(frontend, job, data, settings, train.Stretch(resume=path))
     np.testing.assert_allclose(run.losses, losses, rtol=1e-5)  # torch's own operations may round otherwise elsewhere
     np.testing.assert_array_equal(run.losses[:STEPS], losses[:STEPS])

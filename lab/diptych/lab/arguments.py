@@ -14,6 +14,7 @@ from diptych.lab.job import ModelConfig, OptimConfig
 BAD_INPUT = 2  # exit status
 MAX_THREADS = 1024
 FRAMEWORKS = ("torch", "jax")
+SHELLS = ("bash", "zsh")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version of diptych, and exit")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_doctor, _train, _compare, _diff, _replay, _bisect, _explain):
+    for add in (_doctor, _train, _compare, _diff, _replay, _bisect, _explain, _completion):
         add(commands)
     return made
 
@@ -38,13 +39,13 @@ class _Version(argparse.Action):
 
 def _doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine runs natively, emulated or not at all, and why")
-    doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    _output(doctor)
 
 
 def _explain(commands: Any) -> None:
     explain = _described(commands, "explain", "say what causes an error or a warning of diptych's, and what to do")
     explain.add_argument("name", nargs="?", metavar="NAME", help="such as EmulationWarning; without it all are listed")
-    explain.add_argument("--json", action="store_true", help="machine-readable output")
+    _output(explain, alone=False)
 
 
 def _train(commands: Any) -> None:
@@ -60,7 +61,7 @@ def _train(commands: Any) -> None:
         help="steps between checkpoints; 0: at the end only",
     )
     train.add_argument(
-        "--resume", type=_path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
+        "--resume", type=path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
     )
     train.add_argument(
         "--stop-after", type=_positive, metavar="N", help="stop early, after N steps in all; --resume goes on"
@@ -105,26 +106,26 @@ def _diff(commands: Any) -> None:
         "diff",
         "compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input",
     )
-    diff.add_argument("a", type=_path, metavar="A", help="folder of a trace")
-    diff.add_argument("b", type=_path, metavar="B", help="folder of the trace that is compared with A")
+    diff.add_argument("a", type=path, metavar="A", help="folder of a trace")
+    diff.add_argument("b", type=path, metavar="B", help="folder of the trace that is compared with A")
     diff.add_argument(
         "--ref",
-        type=_path,
+        type=path,
         nargs="+",
         action="extend",
         metavar="H",
         help="float64 traces H_A H_B of both models, which tell definition from rounding; or one of either, for the "
         "verdict on rounding alone; give it after A and B",
     )
-    diff.add_argument("--map", type=_path, metavar="FILE", help="JSON that gives B's names for names of A")
+    diff.add_argument("--map", type=path, metavar="FILE", help="JSON that gives B's names for names of A")
     diff.add_argument(
         "--steps",
         type=_steps,
         metavar="STEPS",
         help="such as 0,5,10-20, where a range takes the steps that are there; without it all common ones",
     )
-    diff.add_argument("--json", type=_path, metavar="FILE", help="write all that was found")
-    diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
+    diff.add_argument("--html", type=path, metavar="FILE", help="write a page that shows it")
+    _output(diff, alone=False)
 
 
 def _replay(commands: Any) -> None:
@@ -134,7 +135,7 @@ def _replay(commands: Any) -> None:
         "compute one recorded operation again on its recorded operands, in another framework or on another device; "
         "exit 0 it agrees, 1 it differs, 2 bad input",
     )
-    replay.add_argument("trace", type=_path, metavar="TRACE", help="folder of a trace with whole values")
+    replay.add_argument("trace", type=path, metavar="TRACE", help="folder of a trace with whole values")
     replay.add_argument("site", metavar="SITE", help="a result's key or name, such as result:h.0.mlp.fc/gemm.d")
     replay.add_argument("--framework", choices=FRAMEWORKS, help="where to compute; default: not the trace's")
     replay.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
@@ -142,7 +143,7 @@ def _replay(commands: Any) -> None:
     replay.add_argument(
         "--rank", type=_natural, default=0, metavar="N", help="of a run of several processes; default: 0"
     )
-    replay.add_argument("--json", type=_path, metavar="FILE", help="write what was found")
+    _output(replay, alone=False)
 
 
 def _bisect(commands: Any) -> None:
@@ -155,13 +156,32 @@ def _bisect(commands: Any) -> None:
     bisect.add_argument("--a", required=True, metavar="PKG:FACTORY", help="a function that returns the model A")
     bisect.add_argument("--b", required=True, metavar="PKG:FACTORY", help="the one that is compared with A")
     bisect.add_argument(
-        "--inputs", required=True, type=_path, metavar="FILE", help=".npz of the models' arguments, arg0 or by name"
+        "--inputs", required=True, type=path, metavar="FILE", help=".npz of the models' arguments, arg0 or by name"
     )
     for name in "ab":
         bisect.add_argument(f"--framework-{name}", choices=FRAMEWORKS, help="default: by the model's type")
-    bisect.add_argument("--map", type=_path, metavar="FILE", help="JSON: B's names for names of A")
-    bisect.add_argument("--out", type=_path, metavar="FILE", help="write the script there")
+    bisect.add_argument("--map", type=path, metavar="FILE", help="JSON: B's names for names of A")
+    bisect.add_argument("--out", type=path, metavar="FILE", help="write the script there")
     bisect.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    _output(bisect)
+
+
+def _completion(commands: Any) -> None:
+    completion = _described(
+        commands, "completion", "print a script for a shell, with which Tab completes this command's words and files"
+    )
+    completion.add_argument("shell", choices=SHELLS, help="load it by: source <(diptych completion bash)")
+
+
+def _output(p: argparse.ArgumentParser, *, alone: bool = True) -> None:
+    """Adds what all commands have. `alone`: whether --json may stand without a file, which no positional may follow."""
+    says = "write what was found as JSON; - prints it in place of the text"
+    if alone:
+        p.add_argument("--json", type=path, nargs="?", const=pathlib.Path("-"), metavar="FILE",
+                       help=f"{says}, as no FILE does")  # fmt: skip
+    else:
+        p.add_argument("--json", type=path, metavar="FILE", help=says)
+    p.add_argument("--quiet", action="store_true", help="do not show how far it is")
 
 
 def _described(commands: Any, name: str, says: str) -> argparse.ArgumentParser:
@@ -169,8 +189,17 @@ def _described(commands: Any, name: str, says: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
 
 
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # how shtab spells that files complete a word
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints an error in one line."""
+    """A parser that prints an error in one line, and whose paths a shell completes."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        if options.get("type") is path:
+            action.complete = _FILES  # type: ignore[attr-defined]  # shtab reads this attribute
+        return action
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
@@ -188,12 +217,12 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument(
         "--data",
-        type=_path,
+        type=path,
         metavar="FILE_OR_DIR",
         help="bytes to train on; without it the source of Python's standard library",
     )
     p.add_argument("--data-cap", type=_positive, default=DEFAULT_CAP, metavar="BYTES", help="bytes read at most")
-    p.add_argument("--out", type=_path, metavar="DIR", help=f"folder for results; without it {out}")
+    p.add_argument("--out", type=path, metavar="DIR", help=f"folder for results; without it {out}")
     p.add_argument("--steps", type=_positive, default=optim.steps)
     p.add_argument("--seed", type=_natural, default=0, help="of weights, batches and stochastic rounding")
     p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
@@ -214,7 +243,7 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     )
     p.add_argument("--threads", type=_threads, default=2, help="torch's CPU threads")
     p.add_argument("--no-compile", action="store_true", help="torch runs eagerly, which needs no C++ compiler")
-    p.add_argument("--quiet", action="store_true", help="no progress bars")
+    _output(p)
 
 
 def _positive(text: str) -> int:
@@ -248,7 +277,7 @@ def _steps(text: str) -> list[int | range]:
     return command.steps(text)
 
 
-def _path(text: str) -> pathlib.Path:
+def path(text: str) -> pathlib.Path:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return pathlib.Path(text)

@@ -1,4 +1,4 @@
-"""The command `diptych`: doctor, train, compare, diff, replay, bisect, explain."""
+"""The command `diptych`: doctor, train, compare, diff, replay, bisect, explain, completion."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from diptych.lab.diff.result import DiffError
 from diptych.lab.frontend import FrontendError, TrainingError
 from diptych.lab.interrupt import STATUS, Interrupt
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
+from diptych.lab.output import Output
+from diptych.lab.progress import Progress
 from diptych.lab.replay.op import ReplayError
 from diptych.lab.traces.schema import TraceError
 
@@ -56,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ctrl_c if argv is None else contextlib.nullcontext():  # code that calls `main` keeps its own handler
             args.interrupt = ctrl_c
+            args.progress = Progress(f"diptych {args.command}", quiet=getattr(args, "quiet", True))
             try:
-                return _COMMANDS[args.command](args, arguments)
+                return COMMANDS[args.command](args, arguments)
             except KeyboardInterrupt:
                 if argv is None:
                     ctrl_c.end()
@@ -87,19 +90,24 @@ def _fail(command: str, what: object, status: int) -> int:
 def _doctor(args: argparse.Namespace, _: list[str]) -> int:
     from diptych.lab import doctor
 
-    found = doctor.diagnose()
-    print(json.dumps(found, indent=1) if args.json else doctor.as_text(found))
+    output = Output(args.json)
+    with args.progress.stage("loading frameworks, asking what runs"):
+        found = doctor.diagnose()
+    output.say(doctor.as_text(found))
+    output.give(found)
     return 0
 
 
 def _explain(args: argparse.Namespace, _: list[str]) -> int:
     from diptych.lab import explain
 
+    output = Output(args.json)
     try:
         found = [explain.explained(name) for name in ([args.name] if args.name else explain.classes())]
     except ArgumentError as e:
         raise InputError(str(e)) from e
-    print(json.dumps(found, indent=1) if args.json else explain.as_text(found))
+    output.say(explain.as_text(found))
+    output.give(found)
     return 0
 
 
@@ -120,7 +128,8 @@ def _configs(args: argparse.Namespace) -> tuple[ModelConfig, OptimConfig, Settin
         eval_batches=args.eval_batches,
         checkpoint_every=getattr(args, "checkpoint_every", 0),
     )
-    data = load(args.data, cap=args.data_cap)
+    with args.progress.stage("reading data"):
+        data = load(args.data, cap=args.data_cap)
     data.check(model.seq)
     return model, optim, settings, data
 
@@ -133,15 +142,16 @@ def _need_lab_packages() -> None:
             raise InputError(f"this command needs {name} ({e}); install it with: pip install 'diptych[lab]'") from e
 
 
-def _frontend(name: str, device: str) -> Any:
+def _frontend(name: str, args: argparse.Namespace) -> Any:
     from diptych import core
     from diptych.lab import frontend
 
-    if device == "cuda" and not core.build_info()["cuda"]:
+    if args.device == "cuda" and not core.build_info()["cuda"]:
         raise InputError(
             "--device cuda: this build of diptych has no CUDA backend; rebuild it with nvcc (DIPTYCH_CUDA=on)"
         )
-    return frontend.require(name, device)
+    with args.progress.stage(f"loading {name}"):
+        return frontend.require(name, args.device)
 
 
 @contextlib.contextmanager
@@ -162,7 +172,7 @@ def _train(args: argparse.Namespace, _: list[str]) -> int:
     model, optim, settings, data = _configs(args)
     from diptych.lab import checkpoint
 
-    frontend = _frontend(args.framework, args.device)
+    frontend = _frontend(args.framework, args)
     job = Job(
         model=model,
         optim=optim,
@@ -176,20 +186,21 @@ def _train(args: argparse.Namespace, _: list[str]) -> int:
     home = resumed if resumed is None or resumed.is_dir() else resumed.parent
     folder = args.out or home or pathlib.Path(f"runs/train-{args.framework}-{args.recipe}")
     target = folder / checkpoint.FILE_NAME
+    output = Output(args.json)
     with _writing(folder, target.name, RESULTS):
         if target.exists() and not args.overwrite and (home is None or home.resolve() != folder.resolve()):
             raise InputError(
                 f"{target} exists: --resume {folder} continues it, --overwrite starts anew, --out DIR keeps it"
             )
-        print(f"{args.framework} {args.recipe} on {args.device}: {model.parameters} parameters, {data.source}, "
-              f"{data.files} files")  # fmt: skip
+        what = f"{model.parameters} parameters, {data.source}, {data.files} files"
+        output.say(f"{args.framework} {args.recipe} on {args.device}: {what}")
         args.interrupt.left = lambda: _kept(target)
-        return _train_in(folder, target, args, frontend, job, data, settings)
+        return _train_in(folder, target, args, output, frontend, job, data, settings)
 
 
 def _train_in(
-    folder: pathlib.Path, target: pathlib.Path, args: argparse.Namespace, frontend: Any, job: Job, data: ByteData,
-    settings: Settings,
+    folder: pathlib.Path, target: pathlib.Path, args: argparse.Namespace, output: Output, frontend: Any, job: Job,
+    data: ByteData, settings: Settings,
 ) -> int:  # fmt: skip
     from diptych.lab import train
 
@@ -202,7 +213,7 @@ def _train_in(
         name=f"{args.framework} {args.recipe}",
         on_step=args.interrupt.stepped,
         stop=args.interrupt.requested,
-        progress=_bars(args),
+        progress=args.progress,
     )
     summary = {
         "framework": args.framework,
@@ -218,9 +229,10 @@ def _train_in(
         "versions": frontend.versions(),
     }
     files.write_text(folder / RESULTS, json.dumps(summary, indent=1))
+    output.give(summary)
     if result.validation:
-        print(f"validation loss {result.final:.4f} nats per byte (unigram entropy {data.unigram_entropy:.4f})")
-    print(f"{len(result.losses)} of {job.optim.steps} steps; {result.seconds:.0f} s; {target}")
+        output.say(f"validation loss {result.final:.4f} nats per byte (unigram entropy {data.unigram_entropy:.4f})")
+    output.say(f"{len(result.losses)} of {job.optim.steps} steps; {result.seconds:.0f} s; {target}")
     return 0
 
 
@@ -234,10 +246,6 @@ def _kept(target: pathlib.Path) -> str:
         return f"{target} holds {checkpoint.load(target).state.step} steps, and --resume {target.parent} goes on"
     except CheckpointError as e:
         return str(e)
-
-
-def _bars(args: argparse.Namespace) -> bool:
-    return not args.quiet and sys.stderr.isatty()
 
 
 def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -260,16 +268,19 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
         seeds=args.seeds,
         keep_traces=args.keep_traces,
     )
-    pair = (_frontend("torch", args.device), _frontend("jax", args.device))
+    output = Output(args.json)
+    pair = (_frontend("torch", args), _frontend("jax", args))
     folder = args.out or pathlib.Path(f"runs/compare-{args.recipe}")
     with _writing(folder, RESULTS, REPORT):
-        results = compare.compare(pair, data, options, folder, print, _bars(args))
+        results = compare.compare(pair, data, options, folder, output.say, args.progress)
         files.write_text(folder / RESULTS, json.dumps(results, indent=1))
         commands = [shlex.join(["diptych", *arguments]), "diptych doctor"]
-        files.write_text(folder / REPORT, report.render(results, commands))
+        with args.progress.stage("drawing the report"):
+            files.write_text(folder / REPORT, report.render(results, commands))
+    output.give(results)
     for check in results["checks"]:
-        print(f"{VERDICTS[check['passed']]}  {check['name']}: {check['detail']}")
-    print(f"{results['seconds']:.0f} s; report: {folder / REPORT}")
+        output.say(f"{VERDICTS[check['passed']]}  {check['name']}: {check['detail']}")
+    output.say(f"{results['seconds']:.0f} s; report: {folder / REPORT}")
     return {True: 0, False: FAILED, None: UNDECIDED}[results["passed"]]
 
 
@@ -291,9 +302,18 @@ def _bisect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return command.run(args, arguments)
 
 
-_COMMANDS = {
+def _completion(args: argparse.Namespace, _: Sequence[str]) -> int:
+    try:
+        import shtab
+    except ImportError as e:
+        raise InputError(f"completion needs shtab ({e}); install it with: pip install 'diptych[lab]'") from e
+    Output(None).say(shtab.complete(parser(), args.shell))
+    return 0
+
+
+COMMANDS = {
     "doctor": _doctor, "train": _train, "compare": _compare, "diff": _diff, "replay": _replay, "bisect": _bisect,
-    "explain": _explain,
+    "explain": _explain, "completion": _completion,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from diptych.lab.data import ByteData
 from diptych.lab.first_steps import FirstSteps, first_steps, loss_distance
 from diptych.lab.frontend import Frontend
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig, initial_weights, loss_tolerance
+from diptych.lab.progress import Progress
 from diptych.lab.seeds import Pairs, overall
 
 ENTROPY_FACTOR = 0.8
@@ -87,7 +88,7 @@ def compare(
     options: Options,
     folder: pathlib.Path,
     say: Say,
-    progress: bool,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Runs the whole comparison of a pair of frontends. `folder`: the folder for results. Traces are written in it, and
     stay as `traces/FRAMEWORK` if `options` ask for that.
@@ -100,7 +101,7 @@ def compare(
     began = time.perf_counter()
     data.check(options.model.seq)
     say(f"tracing the first {options.trace_steps} steps in {pair[0].name} and {pair[1].name}")
-    traced = _first_steps(pair, data, options, folder)
+    traced = _first_steps(pair, data, options, folder, progress)
     seeds = range(options.settings.seed, options.settings.seed + options.seeds)
     of_seeds = {seed: _four_runs(pair, data, options, seed, say, progress) for seed in seeds}
     runs = of_seeds[options.settings.seed]
@@ -136,7 +137,9 @@ def compare(
     }
 
 
-def _first_steps(pair: tuple[Frontend, Frontend], data: ByteData, options: Options, folder: pathlib.Path) -> FirstSteps:
+def _first_steps(
+    pair: tuple[Frontend, Frontend], data: ByteData, options: Options, folder: pathlib.Path, progress: Progress
+) -> FirstSteps:
     model, settings = options.model, options.settings
     weights = initial_weights(model, settings.seed)
     jobs = [dataclasses.replace(options.job(f.name, True), compile=False) for f in pair]
@@ -147,14 +150,14 @@ def _first_steps(pair: tuple[Frontend, Frontend], data: ByteData, options: Optio
             folder = folder / "traces"
         else:
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="traces-", dir=folder)))
-        return first_steps(pair, (a, b), batches, model, options.device, folder, options.keep_traces)
+        return first_steps(pair, (a, b), batches, model, options.device, folder, options.keep_traces, progress)
 
 
 HIGH = "high precision"
 
 
 def _four_runs(
-    pair: tuple[Frontend, Frontend], data: ByteData, options: Options, seed: int, say: Say, progress: bool
+    pair: tuple[Frontend, Frontend], data: ByteData, options: Options, seed: int, say: Say, progress: Progress
 ) -> dict[str, train.RunResult]:
     """Trains both frameworks in both precisions from one seed. **Returns** the runs by "FRAMEWORK PRECISION"."""
     runs = {}
@@ -163,7 +166,7 @@ def _four_runs(
         for low in (False, True):
             name = f"{frontend.name} {options.recipe_name if low else HIGH}"
             shown = f"{name}, seed {seed}" if options.seeds > 1 else name
-            if not progress:
+            if not progress.bars:
                 say(f"training {shown}")
             runs[name] = train.run(
                 frontend, one.job(frontend.name, low), data, one.settings, name=shown, progress=progress

@@ -14,6 +14,7 @@ import numpy as np
 
 from diptych.lab.frontend import Frontend, Trainer
 from diptych.lab.job import ModelConfig
+from diptych.lab.progress import SILENT, Progress
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.replay.recorded import Recorded, operations
 from diptych.lab.replay.table import TABLE
@@ -123,6 +124,7 @@ def first_steps(
     device: str,
     folder: pathlib.Path,
     keep: bool,
+    progress: Progress = SILENT,
 ) -> FirstSteps:
     """Trains both frameworks on `batches` and compares their tensors step by step.
 
@@ -136,12 +138,14 @@ def first_steps(
     folders = [folder / frontend.name for frontend in pair]
     with contextlib.ExitStack() as stack:
         run = [stack.enter_context(trainer.captured(where)) for trainer, where in zip(trainers, folders, strict=True)]
+        stage = stack.enter_context(progress.stage("first steps", len(batches)))
         for number, batch in enumerate(batches):
             losses = [step(batch) for step in run]
             found.add(number, losses, [Trace.open(where).ranks[0].step(number) for where in folders])
             if not keep:
                 for where in folders:
                     (where / rank_name(0) / step_name(number)).unlink()
+            stage.advance()
     return found.result()
 
 

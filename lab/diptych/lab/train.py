@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from diptych import core
 from diptych.lab import checkpoint as ckpt
 from diptych.lab.data import ByteData
 from diptych.lab.frontend import Frontend, TrainingError
 from diptych.lab.job import Job, initial_weights
+from diptych.lab.progress import SILENT, Progress
 
 SCALE_SAMPLES = 100
 """The number of times in a run at which delayed scales are recorded."""
@@ -94,7 +94,7 @@ def run(
     name: str = "",
     on_step: Callable[[int, float, float | None], Any] | None = None,
     stop: Callable[[], bool] | None = None,
-    progress: bool = True,
+    progress: Progress = SILENT,
 ) -> RunResult:
     """Trains one job from its seed, or continues from a checkpoint.
 
@@ -126,7 +126,7 @@ def run(
     durations: list[float] = []
     scales: dict[int, dict[str, float]] = {}
     name = name or frontend.name
-    with tqdm(total=last, initial=min(first, last), desc=name, disable=not progress, unit="step") as bar:
+    with progress.stage(name, last, done=min(first, last), stays=True) as stage:
         for step in range(first, last):
             batch = data.batch(settings.seed, step, settings.batch, job.model.seq)
             at = time.perf_counter()
@@ -144,9 +144,8 @@ def run(
                 scales[done] = held
             if on_step is not None:
                 on_step(done, loss, held_loss)
-            bar.update()
             shown = f", validation {validation[max(validation)]:.3f}" if validation else ""
-            bar.set_postfix_str(f"loss {loss:.3f}{shown}")
+            stage.advance(f"loss {loss:.3f}{shown}")
             every = settings.checkpoint_every
             stopping = stop is not None and stop()
             if stretch.checkpoint is not None and (stopping or done == last or (every and done % every == 0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import runpy
@@ -43,16 +44,24 @@ OPERATIONS = {
     "pair", [("torch_right", "torch_right"), pytest.param(("torch_right", "linen_right"), marks=pytest.mark.sampled)]
 )
 def test_right_ports_make_no_difference(pair, files, capsys):
-    assert run(*pair, files / "tokens.npz") == 0
-    assert "\nNothing makes a difference (2" in capsys.readouterr().out
+    assert run(*pair, files / "tokens.npz", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert "\nNothing makes a difference (2" in err and (found["differs"], found["found"]) == (False, None)
+    assert len(found["outputs"]) > 20 and not any(site["differs"] for site in found["outputs"])
 
 
 @pytest.mark.parametrize("fault", models.FAULTS)
 def test_faults_in_torch(fault, files, tmp_path, capsys):
-    assert run("torch_right", f"torch_{fault}", files / "tokens.npz", "--out", tmp_path / "show.py") == 1
+    written = "--out", tmp_path / "show.py", "--json", tmp_path / "found.json"
+    assert run("torch_right", f"torch_{fault}", files / "tokens.npz", *written) == 1
     output = capsys.readouterr().out
     path, itself = models.FAULTS[fault]
     assert of(output) == (path, itself)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["differs"] and found["found"]["itself"] == itself
+    assert found["found"]["a"] == f"activation:{path.replace('/', '.')}"
+    assert len(found["operations"]) == output.count("First operation of")
     for said in OPERATIONS.get(fault, ()):
         assert said in output
     text = (tmp_path / "show.py").read_text()

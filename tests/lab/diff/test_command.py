@@ -57,6 +57,12 @@ def test_json_and_html(traces, capsys):
     assert "written: out/r.json, out/r.html" in capsys.readouterr().out
 
 
+def test_json_in_place_of_the_text(traces, capsys):
+    assert cli.main(["diff", "a", "c", "--json", "-"]) == 1
+    out, err = capsys.readouterr()
+    assert load(Result, out.encode(), "stdout").status == "differs" and "DIFFERS" in err
+
+
 def test_references_in_one_option_or_two(traces, capsys):
     for name in ("h", "i"):
         trace(traces / name, [parameter("w", np.ones(3)), site("x", np.full(4, 1.0))])

@@ -111,6 +111,8 @@ def test_a_wrong_result_differs(made, capsys, tmp_path):
     assert status == 1 and "DIFFERS: the recorded result is further from the exact one than rounding leads" in out
     assert "The operation differs: equal operands give other results." in out
     assert json.loads((tmp_path / "f.json").read_text())["agrees"] is False
+    _, out, err = run(capsys, made, "h.0/mul.out", "--json", "-")
+    assert json.loads(out) == json.loads((tmp_path / "f.json").read_text()) and "DIFFERS" in err
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,10 @@ def test_a_process_killed_at_some_time_leaves_its_complete_steps(tmp_path):
             [sys.executable, "-c", FOREVER, str(tmp_path / f"{i}")], stdout=subprocess.PIPE, env=env
         ) as p:
             assert p.stdout is not None and p.stdout.readline() == b"begun\n"
+            lines = tmp_path / f"{i}/rank0/steps.jsonl"
+            until = time.monotonic() + 60
+            while i == 0 and not (lines.exists() and lines.read_bytes()) and time.monotonic() < until:
+                time.sleep(0.01)  # one of the three has a step, also where the machine is slow
             time.sleep(float(rng("time", i).uniform(0, 0.7)))
             p.kill()
         rank = Trace.open(tmp_path / f"{i}").ranks[0]

@@ -27,8 +27,10 @@ from diptych.lab.bisect.search import PLAIN, Found, Outcome, Side, Site, search
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.diff import mapping, names
 from diptych.lab.frontend import Frontend, require
+from diptych.lab.output import Output
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.traces import is_recorded
+from diptych.lab.traces.schema import to_json
 
 DIFFERS = 1
 _LISTED = 5
@@ -42,53 +44,63 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     framework cannot run, FileError if a file cannot be read or written.
     """
     inputs = read_inputs(args.inputs)
+    output = Output(args.json)
+    for option, path in (("--inputs", args.inputs), ("--map", args.map), ("--out", args.out)):
+        if output.path and path is not None and files.real(output.path) == files.real(path):
+            raise BisectError(f"--json {output.path}: would replace {option} {path}; name another file")
     rules = mapping.read(args.map) if args.map else None
     beside = _beside(args) if args.out else None
     with _importing(pathlib.Path.cwd()), tempfile.TemporaryDirectory(prefix="diptych-bisect-") as folder:
         a, b = (
-            _side(name, spec, framework, inputs, args.device, pathlib.Path(folder) / name)
+            _side(name, spec, framework, inputs, args, pathlib.Path(folder) / name)
             for name, spec, framework in (("A", args.a, args.framework_a), ("B", args.b, args.framework_b))
         )
         with warnings.catch_warnings():
             # Captures warn of gradients and other tensors that a bisection does not use.
             warnings.simplefilter("ignore", CaptureWarning)
-            outcome = search(a, b, rules)
+            with args.progress.stage("feeding A's values into B"):
+                outcome = search(a, b, rules)
         if beside is not None:
             _require_no_module(args.out, beside)
-        print(text(outcome, a, b))
+        output.say(text(outcome, a, b))
         if outcome.found is None:
+            output.give(data(outcome, a, b))
             return DIFFERS if outcome.shapes else 0
         replays = (_replay(a.framework, args.device), _replay(b.framework, args.device))
+        narrowed = []
         try:
-            narrowed = narrow(a, b, outcome, replays)
-            print("\n".join(line for each in narrowed for line in _narrowed(each)) or _NO_OPERATION)
+            with args.progress.stage("recording operations"):
+                narrowed = narrow(a, b, outcome, replays)
+            output.say("\n".join(line for each in narrowed for line in _narrowed(each)) or _NO_OPERATION)
         except BisectError as e:  # the model's code may fail where its operations are recorded
-            print(f"Operations could not be seen: {e}")
+            output.say(f"Operations could not be seen: {e}")
         command = shlex.join(["diptych", *arguments])
-        made = script(a, b, outcome.found, outcome.sites, command, args.device)
+        with args.progress.stage("making the script"):
+            made = script(a, b, outcome.found, outcome.sites, command, args.device)
     if made is None:
-        print("\nNo script was made: no module around the difference can be called on inputs written as text.")
+        output.say("\nNo script was made: no module around the difference can be called on inputs written as text.")
     else:
-        _show(made, args.out, beside)
+        _show(made, args.out, beside, output)
+    output.give(data(outcome, a, b, narrowed))
     return DIFFERS
 
 
-def _show(made: Script, out: pathlib.Path | None, beside: pathlib.Path | None) -> None:
+def _show(made: Script, out: pathlib.Path | None, beside: pathlib.Path | None, output: Output) -> None:
     large = len(compressed(made.data)) > LARGEST_TEXT
     if out is None:
         if large:
-            print(f"\nThe script's arrays take more than {LARGEST_TEXT} bytes: --out FILE.py writes it to files.")
+            output.say(f"\nThe script's arrays take more than {LARGEST_TEXT} bytes: --out FILE.py writes it to files.")
             return
-        print(f"\n{whole(made, None)}", end="")
+        output.say(f"\n{whole(made, None)}".removesuffix("\n"))
         return
     if large and beside is not None:
         with replacing(beside) as f:
             f.write(archive(made.data))
         files.write_text(out, whole(made, beside.name))
-        print(f"\nwritten: {out}, {beside}")
+        output.say(f"\nwritten: {out}, {beside}")
     else:
         files.write_text(out, whole(made, None))
-        print(f"\nwritten: {out}")
+        output.say(f"\nwritten: {out}")
 
 
 def _beside(args: argparse.Namespace) -> pathlib.Path:
@@ -161,9 +173,12 @@ def read_inputs(path: pathlib.Path) -> Inputs:
     return Inputs(tuple(arrays[n] for n in positions), {n: x for n, x in arrays.items() if n not in positions})
 
 
-def _side(name: str, spec: str, framework: str | None, inputs: Inputs, device: str, folder: pathlib.Path) -> Side:
+def _side(
+    name: str, spec: str, framework: str | None, inputs: Inputs, args: argparse.Namespace, folder: pathlib.Path
+) -> Side:
     option = f"--{name.lower()} {spec}"
-    model = _called(option, factory(option, spec))
+    with args.progress.stage(f"making {spec}"):
+        model = _called(option, factory(option, spec))
     is_torch = any((c.__module__, c.__name__) == ("torch.nn.modules.module", "Module") for c in type(model).__mro__)
     if not callable(model):
         raise BisectError(f"{option}: must return a model that can be called, got {type(model).__name__}")
@@ -171,8 +186,8 @@ def _side(name: str, spec: str, framework: str | None, inputs: Inputs, device: s
         kind = f"{type(model).__name__}, which is {'a' if is_torch else 'no'} torch.nn.Module"
         raise BisectError(f"--framework-{name.lower()} {framework}: {spec} returned {kind}; leave the option out")
     found = "torch" if is_torch else "jax"
-    frontend: Frontend = require(found, device)
-    return Side(name, spec, found, frontend.feeder(model, device), inputs, folder)
+    frontend: Frontend = require(found, args.device)
+    return Side(name, spec, found, frontend.feeder(model, args.device), inputs, folder)
 
 
 def factory(option: str, spec: str) -> Callable[[], Any]:
@@ -200,6 +215,45 @@ def _called(option: str, make: Callable[[], Any]) -> Any:
         return make()
     except CODE_FAILS as e:
         raise BisectError(f"{option}: the function raised {type(e).__name__}: {e}") from e
+
+
+# --- data ---
+
+
+def data(outcome: Outcome, a: Side, b: Side, narrowed: Sequence[Narrowed] = ()) -> dict[str, Any]:
+    """Returns the outcome as plain values, which `--json` writes: keys of sites, and numbers as traces spell them."""
+    found = outcome.found
+    return {
+        "sides": [{"side": s.name, "factory": s.factory, "framework": s.framework} for s in (a, b)],
+        "differs": found is not None or outcome.shapes,
+        "outputs": [_site_data(site) for site in outcome.sites],
+        "only_in": {"A": list(outcome.unmatched_a), "B": list(outcome.unmatched_b)},
+        "ambiguous": [to_json(each) for each in outcome.ambiguous],
+        "notes": list(outcome.notes),
+        "found": None if found is None else {
+            **_site_data(found.site),
+            "module": {s: call and call.kind for s, call in (("A", found.a), ("B", found.b))},
+            "inputs": [each._asdict() | {"relative": to_json(each.relative)} for each in found.inputs],
+            "without_partner": list(found.others),
+            "itself": found.itself,
+            "around": found.around and [call.path for call in found.around],
+        },
+        "operations": [
+            {"side": n.side, "key": n.key, "operation": n.row, "options": _plain(n.options),
+             "other_options": n.other and _plain(n.other), "operands": list(n.operands), "again": to_json(n.again),
+             "agrees": n.agrees}
+            for n in narrowed
+        ],
+    }  # fmt: skip
+
+
+def _site_data(site: Site) -> dict[str, Any]:
+    numbers = {name: to_json(float(getattr(site, name))) for name in ("local", "noise", "limit")}
+    return {"a": site.pair.a.key, "b": site.pair.b.key, **numbers, "differs": site.differs}
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in options.items()}
 
 
 # --- text ---

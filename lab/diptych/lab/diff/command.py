@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
-import sys
 
 from diptych.lab import files
 from diptych.lab.diff import differ, mapping, summary
-from diptych.lab.diff.result import DiffError, Result
+from diptych.lab.diff.result import DiffError
+from diptych.lab.output import Output
 from diptych.lab.traces import Trace
 from diptych.lab.traces.schema import dump
 
@@ -26,20 +25,23 @@ def run(args: argparse.Namespace) -> int:
         raise DiffError(f"--ref takes one or two folders, got {len(references)}")
     folders = {"A": args.a, "B": args.b, **{f"--ref {r}": r for r in references}}
     _distinct([args.a, args.b, *references])
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None:
-            files.require_writable(option, path, list(folders.values()))
-    if args.json and args.html and files.real(args.json) == files.real(args.html):
+    output = Output(args.json, list(folders.values()))
+    if args.html is not None:
+        files.require_writable("--html", args.html, list(folders.values()))
+    if output.path and args.html and files.real(output.path) == files.real(args.html):
         raise DiffError(f"--json and --html name the same file: {args.json}; give each its own")
     render = _page() if args.html else None
     rules = mapping.read(args.map) if args.map else None
-    a, b, *h = (Trace.open(folder) for folder in (args.a, args.b, *references))
-    result = differ.diff(a, b, h, rules, args.steps)
-    if args.json:
-        files.write_text(args.json, dump(result).decode())
+    with args.progress.stage("reading traces"):
+        a, b, *h = (Trace.open(folder) for folder in (args.a, args.b, *references))
+    result = differ.diff(a, b, h, rules, args.steps, progress=args.progress)
+    output.give(dump(result).decode())
     if args.html and render is not None:
-        files.write_text(args.html, render(result))
-    _show(result, [str(path) for path in (args.json, args.html) if path])
+        with args.progress.stage("writing the page"):
+            files.write_text(args.html, render(result))
+    output.say(summary.text(result))
+    if written := [str(path) for path in (output.path, args.html) if path]:
+        output.say(f"\nwritten: {', '.join(written)}")
     return 0 if result.status == "green" else DIFFERS
 
 
@@ -73,16 +75,3 @@ def _page():
             f"--html needs {e.name or 'the page'} ({e}); install it with: pip install 'diptych[lab]'"
         ) from e
     return page.render
-
-
-def _show(result: Result, written: list[str]) -> None:
-    """Prints the summary. A closed pipe is no error, since a reader such as `head` may stop early."""
-    if sys.stdout is None:  # the process was started without standard output
-        return
-    try:
-        print(summary.text(result))
-        if written:
-            print(f"\nwritten: {', '.join(written)}")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,7 @@ from diptych.lab.diff import inner_operations, layout, match, measure, names, ve
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.measure import viewed
 from diptych.lab.diff.result import FORWARD, NO_FINDING, Ambiguous, Cell, DiffError, First, Result, Row, Side
+from diptych.lab.progress import SILENT, Progress, Stage
 from diptych.lab.replay.table import options_apart
 from diptych.lab.traces import DTYPES, Observation, Rank, Site, Trace
 
@@ -24,6 +25,7 @@ def diff(
     rules: Rules | None = None,
     steps: Sequence[int | range] | None = None,
     threads: int = 2,
+    progress: Progress = SILENT,
 ) -> Result:
     """Compares B with A.
 
@@ -63,7 +65,8 @@ def diff(
             "same"
         )
     unknown: list[str] = []
-    cells = _cells(rows, (a, b), references, numbers, unknown, threads)
+    with progress.stage("comparing", len(rows) * len(numbers), unit="tensors") as stage:
+        cells = _cells(rows, (a, b), references, numbers, unknown, threads, stage)
     notes = [*of_rules, *shapes, *unknown, *_notes(a, b, references, numbers, steps)]
     inputs = [x for rank, both in sites.items() for x in _inputs(rows, rank, both)]
     found = [row.row(of, tuple(each)) for row, of, each in zip(rows, inputs, cells, strict=True)]
@@ -221,11 +224,12 @@ def _nearest(sites: Sequence[Site], rows: Mapping[str, int]) -> list[tuple[int, 
 
 def _cells(
     rows: Sequence[_Row], sides: tuple[Trace, Trace], references: Sequence[Trace], numbers: list[int],
-    notes: list[str], threads: int,
+    notes: list[str], threads: int, stage: Stage,
 ) -> list[list[Cell]]:  # fmt: skip
     found: list[list[Cell]] = [[] for _ in rows]
     seen = collections.Counter[str]()
     for cell, distances in measure.measured(_compared(rows, sides, references, numbers, found, seen), threads):
+        stage.advance()
         ab = distances.ab
         judging = bool(references) and all(_has(t, rows[cell.row].rank, cell.a.step) for t in references)
         judged = verdict.judge(distances, cell.a.site.dtype, judging, cell.b.site.dtype)

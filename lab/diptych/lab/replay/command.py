@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
-from diptych.lab import files
 from diptych.lab.frontend import require
+from diptych.lab.output import Output
 from diptych.lab.replay.judge import Outcome, judged
 from diptych.lab.replay.op import REFUSED, ReplayError
 from diptych.lab.replay.recorded import Recorded, recorded
@@ -23,21 +22,22 @@ def run(args: argparse.Namespace) -> int:
     **Raises** ReplayError or TraceError if the operation cannot be computed again, FrontendError if the framework
     cannot run, FileError if the file for --json cannot be written.
     """
-    trace = Trace.open(args.trace)
-    if args.json:
-        files.require_writable("--json", args.json, [args.trace])
-    found = recorded(trace, args.site, args.step, args.rank)
+    with args.progress.stage("reading the trace"):
+        trace = Trace.open(args.trace)
+        output = Output(args.json, [args.trace])
+        found = recorded(trace, args.site, args.step, args.rank)
     framework = args.framework or ("jax" if trace.meta.framework == "torch" else "torch")
-    frontend = require(framework, args.device)
+    with args.progress.stage(f"loading {framework}"):
+        frontend = require(framework, args.device)
     try:
-        require_shape(found.op)
-        again = frontend.replay(found.op, args.device)
-        outcomes = judged(found.op, again, trace.meta.device == args.device)
+        with args.progress.stage(f"computing {found.op.kind} again"):
+            require_shape(found.op)
+            again = frontend.replay(found.op, args.device)
+            outcomes = judged(found.op, again, trace.meta.device == args.device)
     except REFUSED as e:
         raise ReplayError(f"{args.site}: {found.op.kind} cannot be computed from the recorded operands: {e}") from e
-    if args.json:
-        files.write_text(args.json, json.dumps(_data(found, framework, args.device, outcomes), indent=1) + "\n")
-    print(_text(found, trace, framework, args.device, outcomes))
+    output.give(_data(found, framework, args.device, outcomes))
+    output.say(_text(found, trace, framework, args.device, outcomes))
     return 0 if all(o.agrees for o in outcomes) else DIFFERS
 
 
