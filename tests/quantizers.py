@@ -15,7 +15,7 @@ from diptych.common import (
     format_by_name,
 )
 from diptych.common.formats import FormatRow
-from diptych.common.quantizers import POW2, RHT, RHT_SIGNS, ROW_AMAX, SQUARE, QuantSpec
+from diptych.common.quantizers import FROM_ROWS, POW2, RHT, RHT_SIGNS, ROW_AMAX, SQUARE, QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,6 +39,7 @@ def quantizer(
     eps: float = 0.0,
     *,
     square: bool = False,
+    from_rows: bool = False,
     row_amax: bool = False,
     rht: bool = False,
     rht_signs: bool = False,
@@ -58,10 +59,12 @@ def quantizer(
         )
     if row.rule == "e8m0_ceil":
         return MXFP8Quantizer(fp8_dtype=row.element, with_2d_quantization=square, **usage)
-    options: dict[str, Any] = {"fp8_dtype": row.element, "force_pow_2_scales": pow2, "amax_epsilon": eps, **usage}
+    force = pow2 or from_rows
+    options: dict[str, Any] = {"fp8_dtype": row.element, "force_pow_2_scales": force, "amax_epsilon": eps, **usage}
     if row.one_scale:
         return Float8CurrentScalingQuantizer(**options)
-    return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
+    dim = 1 if row.block_rows == 1 else 2
+    return Float8BlockQuantizer(block_scaling_dim=dim, columnwise_from_rows=from_rows, **options)
 
 
 def of_case(case: cases.QuantizeCase, **usage: bool) -> Quantizer:
@@ -74,6 +77,8 @@ def of_case(case: cases.QuantizeCase, **usage: bool) -> Quantizer:
 def oracle_options(quant: Quantizer) -> dict[str, Any]:
     """Returns keyword arguments of `oracle.quantize`; the caller adds `rng`, `scale` and given amaxes."""
     _, flags, eps = quant.spec
-    named = {"pow2": POW2, "square": SQUARE, "row_amax": ROW_AMAX, "rht": RHT, "rht_signs": RHT_SIGNS}
+    named = {
+        "pow2": POW2, "square": SQUARE, "row_amax": ROW_AMAX, "rht": RHT, "rht_signs": RHT_SIGNS, "from_rows": FROM_ROWS
+    }  # fmt: skip
     options: dict[str, Any] = {name: True for name, flag in named.items() if flags & flag}
     return {**options, "eps": eps, "rowwise": quant.rowwise, "columnwise": quant.columnwise}

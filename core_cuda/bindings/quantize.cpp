@@ -5,9 +5,10 @@
 namespace diptych::bind {
 namespace {
 
-QuantizedView result(Call& call, py::handle data, py::handle scale, int format, bool columnwise, const char* arg) {
+QuantizedView result(Call& call, py::handle data, py::handle scale, const QuantSpec& spec, bool columnwise,
+                     const char* arg) {
   QuantizedView q;
-  q.format = static_cast<FormatId>(format);
+  q.format = copy_format(spec, columnwise);
   q.columnwise = columnwise;
   q.data = call.out(data, arg);
   q.scale_inv = call.out(scale, arg);
@@ -81,8 +82,8 @@ void py_quantize(Operand x, int format, int flags, float eps, int amax_mode, May
   a.columnwise_amax = amax_view(columnwise_amax, "columnwise_amax");
   a.scale = call.in(scale, "scale");
   a.rng = call.in(rng, "rng");
-  a.rowwise = result(call, rowwise_data, rowwise_scale, format, false, "rowwise");
-  a.columnwise = result(call, columnwise_data, columnwise_scale, format, true, "columnwise");
+  a.rowwise = result(call, rowwise_data, rowwise_scale, a.spec, false, "rowwise");
+  a.columnwise = result(call, columnwise_data, columnwise_scale, a.spec, true, "columnwise");
   a.source = source_of(call, source);
   a.column_sum = call.out(column_sum, "column_sum");
   a.workspace = call.out(workspace, "workspace");
@@ -104,8 +105,8 @@ void py_quantize_many(Calls calls, int format, int flags, float eps, int amax_mo
     a.columnwise_amax = given ? call.in(t[2], "columnwise_amax") : call.out(t[2], "columnwise_amax");
     a.scale = call.in(t[3], "scale");
     a.rng = call.in(t[4], "rng");
-    a.rowwise = result(call, t[5], t[6], format, false, "rowwise");
-    a.columnwise = result(call, t[7], t[8], format, true, "columnwise");
+    a.rowwise = result(call, t[5], t[6], a.spec, false, "rowwise");
+    a.columnwise = result(call, t[7], t[8], a.spec, true, "columnwise");
     many.each.push_back(a);
   }
   run(quantize_many, many, call);

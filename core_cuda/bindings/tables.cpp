@@ -66,6 +66,7 @@ Numbers flag_table() {
   d["rht"] = static_cast<int>(kRht);
   d["rht_signs"] = static_cast<int>(kRhtSigns);
   d["stochastic"] = static_cast<int>(kStochastic);
+  d["from_rows"] = static_cast<int>(kFromRows);
   return d;
 }
 

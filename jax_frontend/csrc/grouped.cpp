@@ -18,7 +18,7 @@ Status run(Call& call, const QuantizeStackAttributes& d) {
       const bool columnwise = q == &a.columnwise;
       if ((columnwise ? d.columnwise : d.rowwise) == 0) continue;
       const TensorView data = t.out();
-      *q = copy(d.format, columnwise, data, t.out());
+      *q = copy(static_cast<int32_t>(copy_format(a.spec, columnwise)), columnwise, data, t.out());
     }
     const bool given = a.amax_mode == AmaxMode::given;
     a.amax = given ? t.in(d.has_amax) : t.out(d.has_amax);

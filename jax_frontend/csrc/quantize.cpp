@@ -67,7 +67,7 @@ Status run(Call& call, const QuantizeAttributes& d) {
       const bool columnwise = q == &a.columnwise;
       if ((columnwise ? d.columnwise : d.rowwise) == 0) continue;
       const TensorView data = t.out();
-      *q = copy(d.format, columnwise, data, t.out());
+      *q = copy(static_cast<int32_t>(copy_format(a.spec, columnwise)), columnwise, data, t.out());
     }
     switch (a.amax_mode) {
       case AmaxMode::compute:

@@ -26,6 +26,7 @@ from cases.quantizing import (
     quantize_cases,
     rule_of,
     shapes_of,
+    variants_of,
     whole,
 )
 from cases.values import GRIDS, INPUT_DTYPES, SEED, VALUE_SETS, draw, report_header, rng_for
@@ -61,5 +62,6 @@ __all__ = [
     "rng_for",
     "rule_of",
     "shapes_of",
+    "variants_of",
     "whole",
 ]

@@ -155,12 +155,18 @@ class QuantizeCase:
         return draw(self.id, self.values, self.shape, self.dtype)
 
 
+def variants_of(fmt: str) -> tuple[frozenset[str], ...]:
+    """The options of a format beside those of the divide rule, in all combinations that are tried."""
+    of_rule = VARIANTS[rule_of(fmt)]
+    return (*of_rule, frozenset({"from_rows"})) if fmt.endswith("_1x128") else of_rule
+
+
 def _variants(fmt: str, dtype: str, shape: tuple[int, ...]) -> list[frozenset[str]]:
     """Returns the variants that an input of this dtype and shape allows."""
     rows = has_columnwise(fmt, shape)
     return [
         v
-        for v in VARIANTS[rule_of(fmt)]
+        for v in variants_of(fmt)
         if ("rht" not in v or (dtype == "bfloat16" and rows)) and ("square" not in v or rows)
     ]
 
@@ -184,4 +190,4 @@ def quantize_cases(
             more = _variants(fmt, dtype, shape) if variants else [frozenset()]
             both = list(itertools.product(plain, more))
             for (pow2, eps), variant in both if every_option else (both[turn % len(both)],):
-                yield QuantizeCase(fmt, dtype, shape, value, pow2, eps, variant)
+                yield QuantizeCase(fmt, dtype, shape, value, pow2 or "from_rows" in variant, eps, variant)

@@ -9,6 +9,7 @@ import pytest
 from common import values
 from diptych.common.formats import FORMATS, format_by_name
 from diptych.common.quantizers import (
+    FROM_ROWS,
     POW2,
     RHT,
     RHT_SIGNS,
@@ -41,6 +42,7 @@ ALL = (
     Float8BlockQuantizer(),
     Float8BlockQuantizer(block_scaling_dim=2, fp8_dtype=E5M2, rowwise=False),
     Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=2.0**-10),
+    Float8BlockQuantizer(columnwise_from_rows=True, fp8_dtype=E5M2),
     MXFP8Quantizer(),
     MXFP8Quantizer(fp8_dtype=E5M2, rowwise=False),
     MXFP8Quantizer(with_2d_quantization=True),
@@ -64,8 +66,10 @@ def test_every_field_matters():
     usage = {"rowwise": False, "columnwise": False}
     scale = {"fp8_dtype": E5M2, "force_pow_2_scales": True, "amax_epsilon": 0.5}
     values.check_fields_matter(Float8CurrentScalingQuantizer(), {**usage, **scale})
+    square = {"columnwise_from_rows": True}
     values.check_fields_matter(
-        Float8BlockQuantizer(), {**usage, **scale, "force_pow_2_scales": False, "block_scaling_dim": 2}
+        Float8BlockQuantizer(),
+        {**usage, **scale, "force_pow_2_scales": False, "block_scaling_dim": 2, **square},
     )
     values.check_fields_matter(MXFP8Quantizer(), {**usage, "fp8_dtype": E5M2, "with_2d_quantization": True})
     history = {"margin": 1, "amax_history_len": 2, "amax_compute_algo": newest}
@@ -117,6 +121,8 @@ def test_different_kinds_are_never_equal():
         (Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False), "fp8_e4m3_128x128", 0, 0.0),
         (Float8BlockQuantizer(fp8_dtype=E5M2, amax_epsilon=0.25), "fp8_e5m2_1x128", POW2, 0.25),
         (Float8BlockQuantizer(fp8_dtype=E5M2, block_scaling_dim=2), "fp8_e5m2_128x128", POW2, 0.0),
+        (Float8BlockQuantizer(columnwise_from_rows=True), "fp8_e4m3_1x128", POW2 | FROM_ROWS, 0.0),
+        (Float8BlockQuantizer(columnwise_from_rows=True, columnwise=False), "fp8_e4m3_1x128", POW2, 0.0),
         (MXFP8Quantizer(), "mxfp8_e4m3", 0, 0.0),
         (MXFP8Quantizer(fp8_dtype=E5M2, with_2d_quantization=True), "mxfp8_e5m2", SQUARE, 0.0),
         (Float8Quantizer(fp8_dtype=E5M2, margin=3), "fp8_e5m2_tensor", 0, 0.0),
@@ -214,3 +220,11 @@ def test_a_users_quantizer_needs_only_a_format():
 def test_wrong_types_raise(make, message):
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_only_a_columnwise_copy_from_rows_has_a_format_of_its_own():
+    square = Float8BlockQuantizer(columnwise_from_rows=True, fp8_dtype=E5M2)
+    assert [square.copy_format(c).name for c in (False, True)] == ["fp8_e5m2_1x128", "fp8_e5m2_128x128"]
+    for quantizer in ALL:
+        if not quantizer.spec.flags & FROM_ROWS:
+            assert quantizer.copy_format(True) is quantizer.copy_format(False) is quantizer.format

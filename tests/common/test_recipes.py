@@ -151,6 +151,8 @@ def test_block_recipes_refuse_fast_accumulation(cls, product):
     "make, word",
     [
         (lambda: Float8BlockScaling(x_block_scaling_dim=3), "block_scaling_dim"),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=2, wgrad_input_square=True), "wgrad_input_square"),
+        (lambda: Float8BlockScaling(fp8_quant_fwd_inp=QParams(), wgrad_input_square=True), "wgrad_input_square"),
         (lambda: Float8BlockScaling(fp8_quant_bwd_grad=QParams(amax_epsilon=-1.0)), "amax_epsilon"),
         (lambda: Float8CurrentScaling(fp8_quant_fwd_weight=QParams(amax_epsilon=float("nan"))), "amax_epsilon"),
         (lambda: recipe_by_name("fp8"), "fp8-delayed, fp8-current, fp8-block, mxfp8, mxfp8-2d, nvfp4"),

@@ -72,7 +72,7 @@ KINDS = {
         (32, 48) if fmt in cases.PACKED_FORMATS else (33, 65),
     )
     for fmt in cases.FORMATS
-    for variant in cases.VARIANTS[cases.rule_of(fmt)]
+    for variant in cases.variants_of(fmt)
 } | {"delayed": Kind(Float8Quantizer(fp8_dtype="float8_e5m2"), "float32", (33, 65))}
 # One of each family, and all options of two levels at once.
 NOW = ("fp8_e4m3_tensor", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp8_e4m3-square", "nvfp4",

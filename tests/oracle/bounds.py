@@ -83,6 +83,7 @@ class Operand:
     tolerance: float
     pow2: bool = False
     square: bool = False
+    from_rows: bool = False
     row_amax: bool = False
     rht: bool = False
     rht_signs: bool = False
@@ -118,6 +119,11 @@ def _rotated(t: Near, signs: bool) -> tuple[np.ndarray, np.ndarray]:
 def copied(t: Near, op: Operand, columnwise: bool) -> tuple[np.ndarray, np.ndarray]:
     """One copy of a tensor within its bound, in the tensor's orientation, rotated where the copy is: the largest that
     each element may be, and how far from it the copy may lie."""
+    if columnwise and op.from_rows:  # a row's element is rounded again where the block's scale makes it subnormal
+        (largest, off), fmt = copied(t, op, False), FORMATS[op.format]
+        square, (top, normal) = (fmt.block_cols, fmt.block_cols), RANGES[fmt.element]
+        amax = spread(block_amax(largest, *square), square, largest.shape).astype(np.float64)
+        return largest, off + op.tolerance * normal * (2 * amax / top)
     largest, rounded = _rotated(t, op.rht_signs) if columnwise and op.rht else (t.largest, np.zeros_like(t.value))
     fmt = FORMATS[op.format]
     top, normal = RANGES[fmt.element]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -44,6 +45,7 @@ def quantize(
     pow2: bool = False,
     eps: float = 0.0,
     square: bool = False,
+    from_rows: bool = False,
     row_amax: bool = False,
     rht: bool = False,
     rht_signs: bool = False,
@@ -53,12 +55,13 @@ def quantize(
     scale: Any = None,
     accumulate: Any = None,
 ) -> Quantized:
-    """Quantizes a tensor, both copies from the high-precision values.
+    """Quantizes a tensor, both copies from the high-precision values unless `from_rows` says otherwise.
 
     **Arguments**
     - `x`: `[..., K]` float32 | bfloat16 | float16.
     - `pow2`, `eps`: of the `divide` rule.
     - `square`: one amax for `block_cols` x `block_cols` elements, shared by the copies (`e8m0_ceil`, `two_level`).
+    - `from_rows`: the columnwise copy is in square blocks, `shifted` from the rowwise one (`divide`, blocks of a row).
     - `row_amax`, `rht`, `rht_signs`: of the `two_level` rule. `rng`: int32 `[4]`, or `[8]` for a part of a tensor
       (`rng_words`), rounds stochastically.
     - `amax`, `columnwise_amax`: given (for instance reduced) amaxes instead of x's own; each wanted copy of `two_level`
@@ -76,6 +79,8 @@ def quantize(
         {
             f"{fmt.rule} has no pow2 and no eps": fmt.rule != "divide" and (pow2 or eps),
             f"{fmt.rule} has no square blocks": fmt.rule == "divide" and square,
+            "only blocks of one row are joined to square ones, by powers of two": from_rows
+            and not (fmt.rule == "divide" and fmt.block_rows == 1 and pow2 and columnwise),
             f"{fmt.rule} has no row amax, transform or noise": not levels and (row_amax or rht or rng is not None),
             "random signs without a transform": rht_signs and not rht,
             "a transform without a columnwise copy": rht and not columnwise,
@@ -92,6 +97,13 @@ def quantize(
     if levels:
         _refuse({f"K {k} is no multiple of {size}": k % size, f"M {m} alike": (columnwise or square) and m % size})
     out: dict[str, Any] = {}
+    if from_rows:
+        rows = quantize(x, fmt, columnwise=False, pow2=True, eps=eps)
+        columns = shifted(rows.copy())
+        out = {"columnwise_data": columns.data, "columnwise_scale_inv": columns.scale_inv}
+        if rowwise:
+            out |= {"rowwise_data": rows.rowwise_data, "rowwise_scale_inv": rows.rowwise_scale_inv}
+        return Quantized(fmt, columnwise_fmt=columns.fmt, **out)
     for name, columns in (("rowwise", False), ("columnwise", True)):
         if not (columnwise if columns else rowwise):
             continue
@@ -144,6 +156,25 @@ def quantize(
             joined = block_amax if accumulate is None else np.maximum(block_amax, np.float32(accumulate))
             out["amax"] = joined.reshape(1)
     return Quantized(fmt, **out)
+
+
+def shifted(rows: Copy) -> Copy:
+    """The columnwise copy in square blocks that a rowwise copy in blocks of one row determines, element by element."""
+    fmt = dataclasses.replace(rows.fmt, block_rows=rows.fmt.block_cols)
+    (m, k), size = rows.data.shape, fmt.block_cols
+    elements = values(rows)
+    data = np.empty((k, m), np.uint8)
+    scale = np.empty((-(-k // size), -(-m // size)), np.float32)
+    for j, i in np.ndindex(scale.shape):
+        at = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
+        block, inv = elements[at], np.asarray(rows.scale_inv[at[0], j], np.float64)
+        counts = (np.isfinite(block) & (block != 0)).any(axis=1)
+        top = scale[j, i] = inv[counts].max() if counts.any() else inv.max()
+        ratio = np.where(counts, inv / top, 1.0)[:, None]
+        exact = np.where(np.isfinite(block), block.astype(np.float64) * ratio, np.nan)
+        with np.errstate(under="ignore"):  # what float32 cannot hold is far below any element, and keeps its sign
+            data[at[1], at[0]] = encode(exact.astype(np.float32), fmt.element).T
+    return Copy(fmt, True, data, scale)
 
 
 def _refuse(reasons: dict[str, Any]) -> None:

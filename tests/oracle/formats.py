@@ -92,13 +92,15 @@ class Quantized:
     columnwise_scale_inv: Any = None
     amax: Any = None  # float32 [1] of per-tensor formats; of two_level where the rowwise copy is wanted ([M]: per row)
     columnwise_amax: Any = None  # float32 [1] of two_level where the columnwise copy is wanted
+    columnwise_fmt: Any = None  # the columnwise copy's format if it has one of its own
 
     def copy(self, columnwise: bool = False) -> Copy:
         which = "columnwise" if columnwise else "rowwise"
         data, scale = getattr(self, f"{which}_data"), getattr(self, f"{which}_scale_inv")
         assert data is not None and scale is not None, "this copy was not asked for"
         amax = (self.columnwise_amax if columnwise else self.amax) if self.fmt.rule == "two_level" else None
-        return Copy(self.fmt, columnwise, data, scale, amax)
+        fmt = self.columnwise_fmt if columnwise and self.columnwise_fmt else self.fmt
+        return Copy(fmt, columnwise, data, scale, amax)
 
 
 def check_ieee() -> None:

@@ -57,6 +57,7 @@ def _results(role: QuantizerRole) -> Quantizer:
 
 EVERY: dict[str, Recipe] = {
     **RECIPES,
+    "square": RECIPES["fp8-block"].replace(wgrad_input_square=True),
     "delayed, short, newest": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
     "nvfp4 by row": NVFP4BlockScaling(row_scaled_activation=True, rht_random_signs=False),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
@@ -174,7 +175,9 @@ def align_of(recipe: Recipe | None) -> int:
     return 16 if recipe is not None and rotates(recipe) else 1
 
 
-@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "nvfp4 by row", "by_tensor", "rotated", "results")))
+@pytest.mark.parametrize(
+    "name", others_slow(EVERY, (*RECIPES, "square", "nvfp4 by row", "by_tensor", "rotated", "results"))
+)
 def test_same_bits(name):
     recipe = EVERY[name]
     align = align_of(recipe)

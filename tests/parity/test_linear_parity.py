@@ -19,6 +19,7 @@ PACKED_SHAPES = (((16, 32), 16), ((2, 24, 96), 32), ((128, 256), 144))
 DTYPES = tuple((d, d, d) for d in cases.INPUT_DTYPES) + (("bfloat16", "float32", "float32"),)
 EVERY = {
     **RECIPES,
+    "square": RECIPES["fp8-block"].replace(wgrad_input_square=True),
     "delayed, short, newest": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
     "nvfp4 by row": NVFP4BlockScaling(row_scaled_activation=True, rht_random_signs=False),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
@@ -49,7 +50,9 @@ def compare(label: str, got: list[Step], want: list[Step], **tolerant) -> None:
                 same(getattr(mine, kind)[name], value, f"step {i} {name}: {label}", **tolerant)
 
 
-@pytest.mark.parametrize("name", others_slow(EVERY, [n for n in (*RECIPES, "by_tensor", "results") if n != "mxfp8-2d"]))
+@pytest.mark.parametrize(
+    "name", others_slow(EVERY, [n for n in (*RECIPES, "square", "by_tensor", "results") if n != "mxfp8-2d"])
+)
 def test_same_bits(name):
     recipe = EVERY[name]
     exact = all(linear_plan(recipe).quantized)

@@ -26,7 +26,7 @@ ALIGN = 16
 QUANTIZERS = {
     "-".join([fmt, *sorted(variant)]): quantizer_for(fmt, **dict.fromkeys(variant, True))
     for fmt in cases.FORMATS
-    for variant in cases.VARIANTS[cases.rule_of(fmt)]
+    for variant in cases.variants_of(fmt)
 } | {"delayed": Float8Quantizer()}
 
 
@@ -134,7 +134,7 @@ def of_jax(recipe: Recipe | None, steps: list[Arrays], device: str = "cpu", **op
     return out
 
 
-@pytest.mark.parametrize("name", others_slow(EVERY, RECIPES))
+@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "square")))
 def test_the_layer_has_the_same_bits(name):
     recipe = EVERY[name]
     for turn, (shape, n, dtypes) in enumerate(configurations(recipe, list(EVERY).index(name) + 1)[:3]):

@@ -45,7 +45,7 @@ restored = jax.jit(lambda q: dj.dequantize(q))
 
 def test_every_option_is_met():
     for fmt in cases.FORMATS:
-        assert {case.variant for case in signatures(fmt)} == set(cases.VARIANTS[cases.rule_of(fmt)]), fmt
+        assert {case.variant for case in signatures(fmt)} == set(cases.variants_of(fmt)), fmt
 
 
 @pytest.mark.parametrize(("fmt", "part"), in_turn([(fmt,) for fmt in cases.FORMATS], PARTS))
@@ -66,7 +66,7 @@ def test_torch_jax_and_oracle(fmt, part):
 def test_columnwise_only_and_eager_jax(fmt):
     """The copy that wgrad reads, alone; JAX op by op instead of jitted."""
     for dtype, shape in (("float32", (33, 65)), ("bfloat16", (2, 48, 96)), ("float16", (130, 257))):
-        for variant in cases.VARIANTS[cases.rule_of(fmt)]:
+        for variant in cases.variants_of(fmt):
             if "row_amax" in variant or ("rht" in variant and dtype != "bfloat16"):
                 continue
             for values in ("inf_nan_mix", "outlier", "zeros"):

@@ -57,13 +57,15 @@ struct Case {
   int64_t count, m, k;
   DType dtype;
   bool rowwise, columnwise, scaled, accumulate;
-  int64_t shift;  // bytes of x beyond 16
+  int64_t shift;           // bytes of x beyond 16
+  bool from_rows = false;  // the columnwise copies are made from rows
 
   std::string describe() const {
     char text[200];
-    std::snprintf(text, sizeof(text), "%lld tensors %lldx%lld of %s as %s, copies %d%d, scales %d%d, at %lld",
+    std::snprintf(text, sizeof(text), "%lld tensors %lldx%lld of %s as %s, copies %d%d%d, scales %d%d, at %lld",
                   static_cast<long long>(count), static_cast<long long>(m), static_cast<long long>(k), name(dtype),
-                  row(FormatId{format}).name, rowwise, columnwise, scaled, accumulate, static_cast<long long>(shift));
+                  row(FormatId{format}).name, rowwise, columnwise, from_rows, scaled, accumulate,
+                  static_cast<long long>(shift));
     return text;
   }
 };
@@ -81,6 +83,7 @@ Case draw(std::mt19937& chance) {
       0};
   if (const unsigned side = chance() % 3) c.rowwise = side == 1, c.columnwise = side == 2;
   c.scaled = row(FormatId{format}).one_scale() && chance() % 2, c.accumulate = c.scaled && chance() % 2;
+  c.from_rows = row(FormatId{format}).block_rows == 1 && c.columnwise && chance() % 2;
   c.shift = chance() % 3 ? 0 : bytes(c.dtype);
   return c;
 }
@@ -104,22 +107,24 @@ struct Outputs {
   QuantizeArgs args;
 
   Outputs(const Case& c, void* x, void* scale) {
-    const FormatRow& f = row(FormatId{c.format});
+    args.spec = {FormatId{c.format}, c.from_rows ? kPow2 | kFromRows : 0};
+    const FormatRow& f = row(args.spec.format);
     const auto make = [&](DType dtype, std::vector<int64_t> shape, unsigned char filled = 0x5A) {
       int64_t n = diptych::bytes(dtype);
       for (const int64_t extent : shape) n *= extent;
       buffers.emplace_back(n, filled);
       return view(buffers.back().data(), dtype, shape);
     };
-    const auto scales = [&](int64_t outer, int64_t inner) {
-      if (f.one_scale()) return make(DType::f32, {c.count});
-      return make(DType::f32, {c.count, (outer + f.block_rows - 1) / f.block_rows, (inner + 127) / 128});
+    const auto scales = [&](const FormatRow& of, int64_t outer, int64_t inner) {
+      if (of.one_scale()) return make(DType::f32, {c.count});
+      return make(DType::f32, {c.count, (outer + of.block_rows - 1) / of.block_rows, (inner + 127) / 128});
     };
-    args.x = view(x, c.dtype, {c.count, c.m, c.k}), args.spec.format = FormatId{c.format};
+    args.x = view(x, c.dtype, {c.count, c.m, c.k});
     if (c.rowwise)
-      args.rowwise = {FormatId{c.format}, false, make(f.element, {c.count, c.m, c.k}), scales(c.m, c.k), {}};
+      args.rowwise = {FormatId{c.format}, false, make(f.element, {c.count, c.m, c.k}), scales(f, c.m, c.k), {}};
     if (c.columnwise) {
-      args.columnwise = {FormatId{c.format}, true, make(f.element, {c.count, c.k, c.m}), scales(c.k, c.m), {}};
+      const FormatId format = copy_format(args.spec, true);
+      args.columnwise = {format, true, make(f.element, {c.count, c.k, c.m}), scales(row(format), c.k, c.m), {}};
     }
     // A large amax that is not cleared would remain; a small one grows.
     if (f.one_scale()) args.amax = make(DType::f32, {c.count}, c.accumulate ? 0x3F : 0x7E);
@@ -190,7 +195,7 @@ static QuantizeArgs args_of(const QuantizeCall& call) {
   QuantizeArgs args;
   args.x = view(call.x), args.spec = {FormatId{call.format}, call.flags, call.eps};
   args.rowwise = {args.spec.format, false, view(call.row), view(call.row_scale), {}};
-  args.columnwise = {args.spec.format, true, view(call.col), view(call.col_scale), {}};
+  args.columnwise = {copy_format(args.spec, true), true, view(call.col), view(call.col_scale), {}};
   args.amax_mode = AmaxMode{call.amax_mode}, args.amax = view(call.amax), args.scale = view(call.scale);
   return args;
 }

@@ -46,6 +46,7 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4 1d": NVFP4BlockScaling(
         disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True
     ),
+    "square": Float8BlockScaling(wgrad_input_square=True),
 }  # fmt: skip
 
 
@@ -58,7 +59,7 @@ DRAWN: dict[str, Recipe] = {"nvfp4 drawn": NVFP4BlockScaling(), "nvfp4 all drawn
 EVERY = RECIPES | DRAWN
 SEED = 2**33 + 7
 NUMBERS = {"input": 0, "weight": 2, "grad_output": 4}  # of the quantize calls of a layer, each with two offsets
-UNITS = {"delayed": 6, "current": 6, "current pow2": 6, "block": 128, "mxfp8": 32, "mxfp8 2d": 32}
+UNITS = {"delayed": 6, "current": 6, "current pow2": 6, "block": 128, "square": 128, "mxfp8": 32, "mxfp8 2d": 32}
 NO_RAGGED = ("nvfp4", "nvfp4 2d", "nvfp4 1d", *DRAWN)
 
 

@@ -91,7 +91,7 @@ def normal(name: str, shape: tuple[int, ...], dtype: str = "float32", device: st
 
 def variants(fmt: str, dtype: str = "bfloat16") -> list[dict[str, bool]]:
     """The options of a format beside the plain one, as keyword arguments of `quantizer`."""
-    every = cases.VARIANTS[cases.rule_of(fmt)]
+    every = cases.variants_of(fmt)
     return [dict.fromkeys(v, True) for v in every if dtype == "bfloat16" or "rht" not in v]
 
 

@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from diptych.common.formats import FormatRow, find_format
+from diptych.common.formats import FORMATS, FormatRow, find_format
 from diptych.common.value import Value, check_types, field_names
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 # Options of the core's quantize, as `QuantFlag` in ops.h numbers them.
-POW2, SQUARE, ROW_AMAX, RHT, RHT_SIGNS, STOCHASTIC = 1, 2, 4, 8, 16, 32
+POW2, SQUARE, ROW_AMAX, RHT, RHT_SIGNS, STOCHASTIC, FROM_ROWS = 1, 2, 4, 8, 16, 32, 64
 
 
 class QuantSpec(NamedTuple):
@@ -30,6 +30,20 @@ class QuantSpec(NamedTuple):
     format_id: int
     flags: int
     eps: float
+
+
+# By id of a format: the id of the one that has square blocks of its block_cols, or its own.
+SQUARE_OF = tuple(
+    next((s.id for s in FORMATS if (s.element, s.scale, s.rule, s.block_rows, s.block_cols)
+          == (f.element, f.scale, f.rule, f.block_cols, f.block_cols)), f.id)
+    for f in FORMATS
+)  # fmt: skip
+
+
+def copy_format_id(spec: QuantSpec, columnwise: bool) -> int:
+    """Returns the id of one copy's format. Dynamo can call this on a quantizer's spec, unlike methods that read
+    `format`."""
+    return SQUARE_OF[spec.format_id] if columnwise and spec.flags & FROM_ROWS else spec.format_id
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,6 +125,12 @@ class Quantizer(Value):
     def format(self) -> FormatRow:
         """The format's row of the format table. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} must define `format`")
+
+    def copy_format(self, columnwise: bool) -> FormatRow:
+        """Returns the format of one of the copies: `format`, but square blocks for a columnwise copy made from rows."""
+        if columnwise and self.spec.flags & FROM_ROWS:
+            return FORMATS[copy_format_id(self.spec, True)]
+        return self.format
 
     @functools.cached_property
     def spec(self) -> QuantSpec:
@@ -267,19 +287,31 @@ class Float8CurrentScalingQuantizer(_BuiltIn):
 class Float8BlockQuantizer(_BuiltIn):
     """FP8 with one float32 scale per 1x128 (`block_scaling_dim=1`) or 128x128 (`2`) block (NUMERICS 3).
 
-    **Arguments:** as `Float8CurrentScalingQuantizer`; scales are powers of two by default.
+    **Arguments:** as `Float8CurrentScalingQuantizer`; scales are powers of two by default. `columnwise_from_rows`: the
+    columnwise copy has 128x128 blocks, and is a function of the rowwise copy's payload and scales alone; for 1x128
+    blocks with powers of two.
+
+    **Raises** ValueError for options that exclude each other.
     """
 
     fp8_dtype: str = "float8_e4m3fn"
     block_scaling_dim: int = 1
     force_pow_2_scales: bool = True
     amax_epsilon: float = 0.0
+    columnwise_from_rows: bool = False
 
     def __post_init__(self) -> None:
         _check_fp8(self)
         _check_eps(self)
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"Float8BlockQuantizer.block_scaling_dim must be 1 or 2, got {self.block_scaling_dim!r}")
+        if self.columnwise_from_rows and (self.block_scaling_dim == 2 or not self.force_pow_2_scales):
+            raise ValueError(
+                "Float8BlockQuantizer.columnwise_from_rows (of a recipe: wgrad_input_square): 128x128 blocks are made "
+                "of 1x128 ones by powers of two; leave block_scaling_dim=1 (x_block_scaling_dim) and "
+                f"force_pow_2_scales=True (power_2_scale), or the option out; got {self.block_scaling_dim} and "
+                f"{self.force_pow_2_scales}"
+            )
         super().__post_init__()
 
     @functools.cached_property
@@ -288,7 +320,8 @@ class Float8BlockQuantizer(_BuiltIn):
 
     @functools.cached_property
     def spec(self) -> QuantSpec:
-        return QuantSpec(self.format.id, POW2 * self.force_pow_2_scales, float(self.amax_epsilon))
+        flags = POW2 * self.force_pow_2_scales | FROM_ROWS * (self.columnwise_from_rows and self.columnwise)
+        return QuantSpec(self.format.id, flags, float(self.amax_epsilon))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

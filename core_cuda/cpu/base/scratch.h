@@ -9,7 +9,7 @@
 
 namespace diptych::cpu {
 
-enum class Slot { tile, bytes, scales, panels, packed, count_ };
+enum class Slot { tile, bytes, scales, row_scales, panels, packed, count_ };
 
 class Scratch {
  public:

@@ -22,6 +22,12 @@ struct Level {
   float up, down;
 };
 
+// FP8 bytes times a power of two: the magnitude minus `down` from `normal` on, below it the number of `reaches` that it
+// is not less than; from `nan` on a NaN.
+struct ByteShift {
+  uint8_t down, normal, nan, reaches[8];
+};
+
 // The random bytes of stochastic rounding: block i of a run draws from counter first + i * step.
 struct Draws {
   uint32_t key[2];
@@ -60,6 +66,7 @@ struct Kernels {
   void (*encode)(DType element, DType, const void* x, const float* multiplier, bool bounded, int64_t width, int64_t n,
                  uint8_t* out);
   void (*decode)(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType, void* out);
+  void (*shift_bytes)(const ByteShift&, int64_t n, uint8_t* bytes);
   // two-level formats, in blocks of 16: the largest magnitude of each block, along a row of n or down 16 rows; infinite
   // or NaN if the block has such an element
   void (*row_peaks)(DType, const void* x, int64_t n, float* out);

@@ -22,6 +22,7 @@ inline constexpr Kernels make_kernels(const char* name) {
           .scales = scales,
           .encode = encode_row,
           .decode = decode_row,
+          .shift_bytes = shift_bytes,
           .row_peaks = row_peaks,
           .column_peaks = column_peaks,
           .two_level_scales = two_level_scales,

@@ -211,6 +211,27 @@ inline void decode_row(DType element, const uint8_t* q, const float* scale_inv, 
   });
 }
 
+inline void shift_bytes(const ByteShift& s, int64_t n, uint8_t* bytes) {
+  using V = uint8_t __attribute__((vector_size(4 * kLanes)));
+  const auto shifted = [&s](V byte) DIPTYCH_LAMBDA {
+    const V magnitude = byte & 0x7F;
+    V small = {};
+    for (const uint8_t least : s.reaches) small -= (V)(magnitude >= least);  // a true lane is -1
+    const V normal = magnitude >= s.normal ? magnitude - s.down : small;
+    return magnitude >= s.nan ? V{} + uint8_t{0x7F} : normal | (byte & 0x80);
+  };
+  int64_t i = 0;
+  for (; i + int64_t{sizeof(V)} <= n; i += sizeof(V)) {
+    const V out = shifted(load_as<V>(bytes + i));
+    __builtin_memcpy(bytes + i, &out, sizeof(V));
+  }
+  if (i == n) return;
+  V last = {};
+  __builtin_memcpy(&last, bytes + i, n - i);
+  last = shifted(last);
+  __builtin_memcpy(bytes + i, &last, n - i);
+}
+
 inline void column_sum(DType dtype, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc) {
   with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
     for (int64_t r = 0; r < rows; ++r) {

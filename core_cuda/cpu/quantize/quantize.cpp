@@ -16,6 +16,7 @@
 #include "cpu/isa/isa.h"
 #include "cpu/quantize/amax.h"
 #include "cpu/quantize/blocks.h"
+#include "cpu/quantize/from_rows.h"
 
 namespace diptych::cpu {
 namespace {
@@ -41,6 +42,7 @@ struct Plan {
   int64_t tile_rows = 1, tile_cols = 1;
   bool any_transposed = false;
   bool staged = false;
+  bool from_rows = false;
 };
 
 struct Tile {
@@ -152,8 +154,32 @@ void stage_input(const Plan& p, Tile& t) {
   t.ld = ld;
 }
 
+// Quantizes the rows of a tile, stores them where they are wanted, and makes the columnwise copy's blocks of them.
+void quantize_rows_and_shift(const Plan& p, const Copy* rowwise, const Copy& columnwise, const Tile& t) {
+  const int64_t width = columnwise.cols, blocks = ceil_div(t.cols, width), ld = padded(t.cols);
+  uint8_t* here = scratch(Slot::bytes).get<uint8_t>(t.rows * ld);
+  float* inv = scratch(Slot::row_scales).get<float>(t.rows * blocks);
+  Copy rows{BlockedCopy{1, width, false, blocks, 1, here, inv}};
+  Tile local = t;
+  local.r0 = local.c0 = 0;
+  encode_tile(p, rows, local, here, ld);
+  if (rowwise) {
+    put_scales(p, *rowwise, t.r0, t.c0 / width, blocks, inv, t.rows * blocks);
+    for (int64_t r = 0; r < t.rows; ++r) std::memcpy(rowwise->data + (t.r0 + r) * p.k + t.c0, here + r * ld, t.cols);
+  }
+  for (int64_t r = 0; r < t.rows; r += columnwise.rows)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float top =
+          join_rows(p.simd, p.format.element, here + r * ld + b * width, ld, std::min(columnwise.rows, t.rows - r),
+                    std::min(width, t.cols - b * width), inv + r * blocks + b, blocks);
+      put_scale(p, columnwise, (t.r0 + r) / columnwise.rows, t.c0 / width + b, top);
+    }
+  p.simd.transpose(here, ld, t.rows, t.cols, columnwise.data + t.c0 * p.m + t.r0, p.m);
+}
+
 void quantize_tile(const Plan& p, const Copy* rowwise, const Copy* columnwise, Tile t) {
   if (p.staged) stage_input(p, t);
+  if (p.from_rows) return quantize_rows_and_shift(p, rowwise, *columnwise, t);
   const bool same_blocks =
       rowwise && columnwise && rowwise->rows == columnwise->rows && rowwise->cols == columnwise->cols;
   uint8_t* here = nullptr;  // payload of the whole tile before it is transposed
@@ -288,15 +314,17 @@ Status run(const QuantizeArgs& args) {
          .format = f,
          .scale = {f.rule, row(f.element).max, args.spec.eps, args.spec.has(kPow2), 0},
          .in = in,
-         .staged = in.staged};
+         .staged = in.staged,
+         .from_rows = args.spec.has(kFromRows)};
   p.scale.value_for_inf = f.one_scale() ? row(DType::f32).max : row(args.x.dtype).max;
   if (args.column_sum.given()) column_sums(in, args.column_sum);
 
   const bool square = args.spec.has(kSquare);
   Copy copies[2] = {};
   const Copy *rowwise = nullptr, *columnwise = nullptr;
-  if (args.rowwise.given()) rowwise = &(copies[0] = copy_of(f, args.rowwise, p.m, p.k, square));
-  if (args.columnwise.given()) columnwise = &(copies[1] = copy_of(f, args.columnwise, p.m, p.k, square));
+  if (args.rowwise.given()) rowwise = &(copies[0] = copy_of(row(args.rowwise.format), args.rowwise, p.m, p.k, square));
+  if (args.columnwise.given())
+    columnwise = &(copies[1] = copy_of(row(args.columnwise.format), args.columnwise, p.m, p.k, square));
 
   if (f.one_scale()) {
     tensor_scale(args, p, {rowwise, columnwise});
@@ -321,7 +349,7 @@ Status run(const QuantizeArgs& args) {
     if (rowwise) encode(p, rowwise, nullptr, amax);
     if (columnwise) encode(p, nullptr, columnwise, amax);
   }
-  for (Slot slot : {Slot::tile, Slot::bytes, Slot::scales}) scratch(slot).trim(1 << 20);
+  for (Slot slot : {Slot::tile, Slot::bytes, Slot::scales, Slot::row_scales}) scratch(slot).trim(1 << 20);
   return Status();
 }
 

@@ -82,6 +82,21 @@ DIPTYCH_HD float2 decode2(uint32_t two) {
   return __half22float2(__half2(h));
 }
 
+// Whether one of four FP8 bytes, none of which is infinite, holds a number other than zero.
+template <bool kE5M2>
+DIPTYCH_HD bool any_number4(uint32_t v) {
+  const uint32_t magnitude = v & 0x7f7f7f7f;
+  const uint32_t nonzero = magnitude + 0x7f7f7f7f, nan = magnitude + (0x80 - Fp8<kE5M2>::kFirstNaN) * 0x01010101u;
+  return (nonzero & ~nan & 0x80808080) != 0;
+}
+
+// Four FP8 bytes times a power of two, each product rounded once.
+template <bool kE5M2>
+DIPTYCH_HD uint32_t shifted4(uint32_t v, float by) {
+  const float2 a = decode2<kE5M2>(v & 0xffff), b = decode2<kE5M2>(v >> 16);
+  return encode4<kE5M2>(a.x * by, a.y * by, b.x * by, b.y * by);
+}
+
 // E8M0: 2^(code - 127); code 0 is a float32 subnormal, 255 is NaN.
 DIPTYCH_HD float e8m0_to_float(uint32_t code) {
   return float_of(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);

@@ -32,7 +32,7 @@ struct Patch {
 template <bool kE5M2, Scaling kScaling, typename T>
 __device__ __forceinline__ void encode_patch(const TileArgs& p, const Patch& at, Row8<T> (&x)[8], bool first) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
-  __shared__ __align__(16) float amaxes[kScaling == Scaling::vector ? 1 : kWarps];
+  __shared__ __align__(16) float amaxes[kScaling == Scaling::vector ? 1 : 2 * kWarps];
   // 1x128: the tile's memory is free until column scales are known.
   float* const scratch = kScaling == Scaling::vector ? reinterpret_cast<float*>(tile) : amaxes;
   __shared__ __align__(16) float column_scale[kScaling == Scaling::vector ? kTile : 1];
@@ -40,22 +40,27 @@ __device__ __forceinline__ void encode_patch(const TileArgs& p, const Patch& at,
   const int tid = threadIdx.x;
 
   uint2 q[8];
+  // 1x128: returns the scale of row `row + lane % 8`, and stores its reciprocal.
+  const auto row_scale = [&] {
+    const auto row_amax = [&] {
+      float v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
+      max_and_halve<4>(v, lane, 4), max_and_halve<2>(v, lane, 2), max_and_halve<1>(v, lane, 1);
+      return fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));
+    };
+    float amax = row_amax();
+    if (rarely(__any_sync(kAllLanes, amax == INFINITY))) drop_inf(x), amax = row_amax();
+    const float scale = scale_from_amax(p.rule, amax);
+    if (p.row && lane % 16 < 8 && row + lane % 8 < p.m) {
+      p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = reciprocal_rn(scale);
+    }
+    return scale;
+  };
+  const bool whole = p.vec_row && row0 + kTile <= p.m && col0 + kTile <= p.k;
   if constexpr (kScaling == Scaling::vector) {
     if (p.row) {
-      const auto row_amax = [&] {  // returns the amax of row `row + lane % 8`
-        float v[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
-        max_and_halve<4>(v, lane, 4), max_and_halve<2>(v, lane, 2), max_and_halve<1>(v, lane, 1);
-        return fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));
-      };
-      float amax = row_amax();
-      if (rarely(__any_sync(kAllLanes, amax == INFINITY))) drop_inf(x), amax = row_amax();
-      const float scale = scale_from_amax(p.rule, amax);
-      if (lane % 16 < 8 && row + lane % 8 < p.m) {
-        p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = reciprocal_rn(scale);
-      }
-      const bool whole = p.vec_row && row0 + kTile <= p.m && col0 + kTile <= p.k;
+      const float scale = row_scale();
       store_rows8<8>(p.row, p.m, p.k, row, col, p.vec_row, whole, [&](int i) {
         const float s = __shfl_sync(kAllLanes, scale, (lane & 16) | i);
         return encode_row8<kE5M2>(x[i], [&](int) { return s; });
@@ -91,6 +96,33 @@ __device__ __forceinline__ void encode_patch(const TileArgs& p, const Patch& at,
       for (int i = 0; i < 8; ++i) y[i] = multiply_rn(x[i][j], s);
       q[j] = make_uint2(encode4<kE5M2>(y[0], y[1], y[2], y[3]), encode4<kE5M2>(y[4], y[5], y[6], y[7]));
     }
+  } else if constexpr (kScaling == Scaling::from_rows) {
+    const float scale = row_scale();
+    uint32_t numbers = 0;  // bit i: row i of the patch has a finite element other than zero
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float s = __shfl_sync(kAllLanes, scale, (lane & 16) | i);
+      q[i] = encode_row8<kE5M2>(x[i], [&](int) { return s; });
+      numbers |= (any_number4<kE5M2>(q[i].x) || any_number4<kE5M2>(q[i].y) ? 1u : 0u) << i;
+    }
+    if (p.row) store_rows8<8>(p.row, p.m, p.k, row, col, p.vec_row, whole, [&](int i) { return q[i]; });
+#pragma unroll
+    for (int mask = 8; mask > 0; mask /= 2) numbers |= __shfl_xor_sync(kAllLanes, numbers, mask);
+    // The block's scale is the smallest of the rows that have numbers, or if there are none, of all rows.
+    const bool exists = row + lane % 8 < p.m, counts = exists && (numbers >> lane % 8 & 1);
+    const float2 least = block_min(make_float2(counts ? scale : INFINITY, exists ? scale : INFINITY),
+                                   reinterpret_cast<float2*>(scratch));
+    const float top = least.x < INFINITY ? least.x : least.y;
+    if (tid == 0) p.col_scale[tile_k * p.tiles_m + tile_m] = reciprocal_rn(top);
+    // Scales are powers of two, and normal numbers; a shift by 2^-34 turns every element to zero.
+    const int shift = static_cast<int>(bits_of(scale) >> 23) - static_cast<int>(bits_of(top) >> 23);
+    const float factor = float_of(static_cast<uint32_t>(127 - min(max(shift, 0), 34)) << 23);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float by = __shfl_sync(kAllLanes, factor, (lane & 16) | i);
+      if (by != 1.0f) q[i] = make_uint2(shifted4<kE5M2>(q[i].x, by), shifted4<kE5M2>(q[i].y, by));
+    }
+    transpose8x8(q);
   } else {
     float scale;
     const auto largest = [&] {
@@ -160,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kResident<In, kScaling>) tile_kernel
 }
 
 // 1x128 blocks of an activation or its gradient: of that, a tile in each half.
-template <typename In, bool kE5M2>
+template <typename In, bool kE5M2, Scaling kScaling>
 __global__ void __launch_bounds__(kThreads, 2)
     staged_kernel(const __grid_constant__ TileArgs p, const __grid_constant__ Shares shares) {
   DIPTYCH_DYNAMIC_SHARED(memory);
@@ -172,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         f(at.row, at.col);
       },
       [&](unsigned tile, unsigned half, auto& x) {
-        encode_patch<kE5M2, Scaling::vector>(p, Patch(tile / wide, tile % wide + half * wide), x, false);
+        encode_patch<kE5M2, kScaling>(p, Patch(tile / wide, tile % wide + half * wide), x, false);
       });
 }
 
@@ -236,10 +268,16 @@ template <typename In, bool kE5M2>
 Status run(const TileArgs& p, Scaling scaling, int64_t tiles, const Execution& exec) {
   void* stream = exec.stream;
   if constexpr (kTyped<In> && !kTypedNorm<In>) {
+    const int64_t staged = kTypedGrad<In> ? tiles / 2 : tiles;
     if (scaling == Scaling::vector && stages<In>(p.in, kTile, exec)) {
-      return launch_staged<In, staged_kernel<In, kE5M2>, kThreads>("quantize", kTypedGrad<In> ? tiles / 2 : tiles, exec,
-                                                                   p);
+      return launch_staged<In, staged_kernel<In, kE5M2, Scaling::vector>, kThreads>("quantize", staged, exec, p);
     }
+    if (scaling == Scaling::from_rows && stages<In>(p.in, kTile, exec)) {
+      return launch_staged<In, staged_kernel<In, kE5M2, Scaling::from_rows>, kThreads>("quantize", staged, exec, p);
+    }
+  }
+  if (scaling == Scaling::from_rows) {
+    return launch("quantize", tile_kernel<In, kE5M2, Scaling::from_rows>, tiles, kThreads, 0, stream, p);
   }
   if (scaling == Scaling::vector) {
     return launch("quantize", tile_kernel<In, kE5M2, Scaling::vector>, tiles, kThreads, 0, stream, p);
@@ -253,7 +291,9 @@ Status run(const TileArgs& p, Scaling scaling, int64_t tiles, const Execution& e
   }
 }
 
-Scaling scaling_of(const FormatRow& f) {
+Scaling scaling_of(const QuantSpec& spec) {
+  const FormatRow& f = row(spec.format);
+  if (spec.has(kFromRows)) return Scaling::from_rows;
   return f.one_scale() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
 }
 
@@ -277,7 +317,7 @@ TileArgs tile_args(const QuantizeArgs& args) {
 
 Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
-  const Scaling scaling = scaling_of(f);
+  const Scaling scaling = scaling_of(args.spec);
   TileArgs p = tile_args(args);
   if (p.tiles_m == 0 || p.tiles_k == 0) {
     if (scaling != Scaling::tensor) return {};
@@ -294,11 +334,11 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
 
 Status quantize_tile_stack(const QuantizeArgs& stack, const Execution& exec) {
   const FormatRow& f = row(stack.spec.format);
-  const Scaling scaling = scaling_of(f);
+  const Scaling scaling = scaling_of(stack.spec);
   const TileArgs p = tile_args(slice(stack, 0));
   StackSteps step{p.m * p.k * bytes(stack.x.dtype), p.m * p.k, 1, 1, p.tiles_m * p.tiles_k};
   if (scaling != Scaling::tensor) {
-    step.row_scales = (scaling == Scaling::vector ? p.m : p.tiles_m) * int64_t{p.tiles_k};
+    step.row_scales = (scaling == Scaling::square ? p.tiles_m : p.m) * int64_t{p.tiles_k};
     step.col_scales = (scaling == Scaling::vector ? p.k : p.tiles_k) * int64_t{p.tiles_m};
   }
   const auto launch_one = [&](auto kernel) {
@@ -308,6 +348,7 @@ Status quantize_tile_stack(const QuantizeArgs& stack, const Execution& exec) {
     return with_element(f.element, "quantize_stack", [&](auto e5m2) {
       using T = decltype(type);
       if (scaling == Scaling::tensor) return launch_one(stack_kernel<T, e5m2.value, Scaling::tensor>);
+      if (scaling == Scaling::from_rows) return launch_one(stack_kernel<T, e5m2.value, Scaling::from_rows>);
       return scaling == Scaling::vector ? launch_one(stack_kernel<T, e5m2.value, Scaling::vector>)
                                         : launch_one(stack_kernel<T, e5m2.value, Scaling::square>);
     });
@@ -317,7 +358,7 @@ Status quantize_tile_stack(const QuantizeArgs& stack, const Execution& exec) {
 Status tile_many(std::span<const QuantizeArgs> calls, const Execution& exec) {
   const QuantizeArgs& first = calls.front();
   const FormatRow& f = row(first.spec.format);
-  const Scaling scaling = scaling_of(f);
+  const Scaling scaling = scaling_of(first.spec);
   const auto describe = [](const QuantizeArgs& one) {
     const TileArgs p = tile_args(one);
     return ManyTile{p.in.x.data, p.row, p.col,    p.row_scale, p.col_scale, p.from,
@@ -332,6 +373,7 @@ Status tile_many(std::span<const QuantizeArgs> calls, const Execution& exec) {
     return with_element(f.element, "quantize_many", [&](auto e5m2) {
       using T = decltype(type);
       if (scaling == Scaling::tensor) return run_one(many_kernel<T, e5m2.value, Scaling::tensor>);
+      if (scaling == Scaling::from_rows) return run_one(many_kernel<T, e5m2.value, Scaling::from_rows>);
       return scaling == Scaling::vector ? run_one(many_kernel<T, e5m2.value, Scaling::vector>)
                                         : run_one(many_kernel<T, e5m2.value, Scaling::square>);
     });

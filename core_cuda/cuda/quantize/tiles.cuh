@@ -12,7 +12,8 @@ namespace diptych::cuda {
 
 constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
 
-enum class Scaling { tensor, vector, square };  // one scale, 1x128, 128x128
+// One scale; 1x128; 128x128; 1x128 with a columnwise copy in 128x128 that is made from the rowwise bytes.
+enum class Scaling { tensor, vector, square, from_rows };
 
 struct TileArgs {
   SourceArgs in;
@@ -37,6 +38,19 @@ __device__ __forceinline__ float block_max(float m, float* scratch) {
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) m = fmaxf(m, scratch[w]);
+  return m;
+}
+
+// Returns the smallest a and the smallest b of the thread block to every thread. `scratch`: two floats for each warp.
+__device__ __forceinline__ float2 block_min(float2 m, float2* scratch) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    m.x = fminf(m.x, __shfl_xor_sync(kAllLanes, m.x, mask)), m.y = fminf(m.y, __shfl_xor_sync(kAllLanes, m.y, mask));
+  }
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = m;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) m = make_float2(fminf(m.x, scratch[w].x), fminf(m.y, scratch[w].y));
   return m;
 }
 

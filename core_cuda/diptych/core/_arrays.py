@@ -117,7 +117,7 @@ def _optional(x: Array | None, dtype: str) -> _Operand | None:
 
 def _copy_operands(q: QuantizedCopies, columnwise: bool) -> tuple[_Operand, _Operand, _Operand | None, int, bool]:
     """Returns data, scale_inv, amax, format and columnwise of one copy, as the core takes them."""
-    fmt, (data, scale) = q.quantizer.format, q.copy_of(columnwise)
+    fmt, (data, scale) = q.quantizer.copy_format(columnwise), q.copy_of(columnwise)
     amax = (q.columnwise_amax if columnwise else q.amax) if fmt.two_level else None
     return _operand(data, fmt.data), _operand(scale, fmt.scale), _optional(amax, "float32"), fmt.id, columnwise
 
@@ -314,7 +314,7 @@ def gemm(
     """
     name, np_dtype = _out_dtype("gemm", out_dtype)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
-    fmt_a, fmt_b = a.quantizer.format, b.quantizer.format
+    fmt_a, fmt_b = a.quantizer.copy_format(side_a), b.quantizer.copy_format(side_b)
     data_a, data_b = a.copy_of(side_a)[0], b.copy_of(side_b)[0]
     m, n, _, constraints = shapes.gemm_shape(fmt_a, side_a, data_a.shape, fmt_b, side_b, data_b.shape)
     shapes.check(constraints)

@@ -127,7 +127,7 @@ def grouped_gemm(
         )
     offsets = _offsets(op, offsets)
     rotated = grouped.rotated_alike(op, a.quantizer, b.quantizer, trans_a)
-    formats = a.quantizer.format, b.quantizer.format
+    formats = a.quantizer.copy_format(side_a), b.quantizer.copy_format(side_b)
     data_a, data_b = a.copy_of(side_a)[0].shape, b.copy_of(side_b)[0].shape
     shape = grouped.grouped_shape(len(offsets) - 1, formats[0], side_a, data_a, formats[1], side_b, data_b)
     shapes.check(shape.constraints)

@@ -35,7 +35,8 @@ def product(
     if a is None or b is None:
         return HIGH_PRECISION
     a_columnwise, b_columnwise = shapes.gemm_copies(gemm == "wgrad", gemm == "fprop")
-    return of_copies((a.format, a_columnwise), (b.format, b_columnwise), mnk, dtype, backend, index, options)
+    of_a, of_b = ((q.copy_format(side), side) for q, side in ((a, a_columnwise), (b, b_columnwise)))
+    return of_copies(of_a, of_b, mnk, dtype, backend, index, options)
 
 
 def of_copies(

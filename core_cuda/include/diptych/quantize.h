@@ -28,12 +28,15 @@ void fields(QuantizedView& a, F&& f, Role role = Role::input) {
 
 // Options of quantize, numbered as the frontends pass them.
 enum QuantFlag : int32_t {
-  kPow2 = 1,        // ScaleRule::divide: floor the scale to a power of two
-  kSquare = 2,      // block_cols x block_cols elements share one amax, which both copies use (E8M0, two_level)
-  kRowAmax = 4,     // two_level: the rowwise copy has one amax per row instead of one per tensor
-  kRht = 8,         // two_level: the columnwise copy encodes the Hadamard-rotated tensor; bfloat16 input only
-  kRhtSigns = 16,   // with kRht: the transform uses random signs
-  kStochastic = 32  // two_level: stochastic rounding, from `rng`
+  kPow2 = 1,         // ScaleRule::divide: floor the scale to a power of two
+  kSquare = 2,       // block_cols x block_cols elements share one amax, which both copies use (E8M0, two_level)
+  kRowAmax = 4,      // two_level: the rowwise copy has one amax per row instead of one per tensor
+  kRht = 8,          // two_level: the columnwise copy encodes the Hadamard-rotated tensor; bfloat16 input only
+  kRhtSigns = 16,    // with kRht: the transform uses random signs
+  kStochastic = 32,  // two_level: stochastic rounding, from `rng`
+  // ScaleRule::divide in blocks of one row, with kPow2: the columnwise copy is in square blocks, and a function of the
+  // rowwise payload and scales alone (NUMERICS 3).
+  kFromRows = 64
 };
 
 struct QuantSpec {
@@ -41,8 +44,22 @@ struct QuantSpec {
   int32_t flags = 0;
   float eps = 0.0f;  // ScaleRule::divide: lower bound of amax
 
-  bool has(QuantFlag f) const { return (flags & f) != 0; }
+  constexpr bool has(QuantFlag f) const { return (flags & f) != 0; }
 };
+
+// The format of one copy: the spec's own, or with kFromRows, for the columnwise copy, the one with square blocks. The
+// spec's own where the table has no such format.
+constexpr FormatId copy_format(const QuantSpec& spec, bool columnwise) {
+  if (!columnwise || !spec.has(kFromRows) || !valid(spec.format)) return spec.format;
+  const FormatRow& f = row(spec.format);
+  for (int32_t i = 0; i < kFormatCount; ++i) {
+    const FormatRow& g = kFormats[i];
+    if (g.element == f.element && g.scale == f.scale && g.rule == f.rule && g.columnwise == f.columnwise &&
+        g.block_rows == f.block_cols && g.block_cols == f.block_cols)
+      return static_cast<FormatId>(i);
+  }
+  return spec.format;
+}
 
 struct AmaxArgs {             // out = max over finite |x|, 0 if x has none
   TensorView x;               // [..., K] float32 | bfloat16 | float16

@@ -118,7 +118,7 @@ Status options(const QuantizeArgs& a) {
   const auto refuse = [&](const std::string& why) { return Status(Code::value, who + ": " + why); };
   const bool two_level = f.rule == ScaleRule::two_level, divide = f.rule == ScaleRule::divide;
   const bool square = a.spec.has(kSquare), given = a.scale.given();
-  DIPTYCH_TRY(known_flags(op, a.spec.flags, kPow2 | kSquare | kRowAmax | kRht | kRhtSigns | kStochastic));
+  DIPTYCH_TRY(known_flags(op, a.spec.flags, kPow2 | kSquare | kRowAmax | kRht | kRhtSigns | kStochastic | kFromRows));
   if (!(std::isfinite(a.spec.eps) && a.spec.eps >= 0.0f))
     return refuse("eps must be finite and >= 0, got " + std::to_string(a.spec.eps));
   if (!divide && (a.spec.has(kPow2) || a.spec.eps != 0.0f))
@@ -138,6 +138,12 @@ Status options(const QuantizeArgs& a) {
     if (!a.columnwise.given())
       return refuse("the Hadamard transform is for the columnwise copy, which was not asked for");
     DIPTYCH_TRY(rotatable(op, a.x, a.source));
+  }
+  if (a.spec.has(kFromRows)) {
+    if (copy_format(a.spec, true) == a.spec.format || f.block_rows != 1)
+      return refuse("only formats with one row in a block have columnwise copies made from rows, in square blocks");
+    if (!a.spec.has(kPow2)) return refuse("columnwise copies are made from rows by powers of two; ask for pow2 too");
+    if (!a.columnwise.given()) return refuse("copies made from rows are columnwise; no columnwise copy was asked for");
   }
   if (given && !f.one_scale()) return refuse("a scale is for per-tensor formats");
   if (given && (a.spec.has(kPow2) || a.spec.eps != 0.0f)) return refuse("scale was given; pow2 and eps do not apply");
@@ -205,6 +211,9 @@ Status check(const QuantizeArgs& a, const Device& device) {
                       &a.columnwise_amax, &a.column_sum}));
   const auto [m, k] = encoded_extent(a.x, a.source);
   DIPTYCH_TRY(whole_blocks(op, f, m, k, a.columnwise.given() || a.spec.has(kSquare)));
+  for (const QuantizedView* q : {&a.rowwise, &a.columnwise})
+    if (q->given() && q->format != copy_format(a.spec, q->columnwise))
+      return {Code::value, std::string(op) + ": a copy of " + f.name + " cannot be " + row(q->format).name};
   for (const QuantizedView* q : {&a.rowwise, &a.columnwise})
     if (q->given()) DIPTYCH_TRY(copy(op, q->columnwise ? "columnwise" : "rowwise", *q, m, k, device));
   DIPTYCH_TRY(scaling(a, device));

@@ -27,7 +27,7 @@ ISAS = runner.isas()
 CALLS = [(isa, threads) for isa in ISAS for threads in (1, 2, 5)]
 USAGES = ({"columnwise": False}, {"rowwise": False})
 # Options that belong to the other copy.
-FOREIGN = ({"rht", "rht_signs", "columnwise_amax"}, {"row_amax", "amax"})
+FOREIGN = ({"rht", "rht_signs", "columnwise_amax", "from_rows"}, {"row_amax", "amax"})
 BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "columnwise_amax")
 
 

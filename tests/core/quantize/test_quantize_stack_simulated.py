@@ -51,7 +51,8 @@ def test_plain_tensors_have_the_oracles_bytes(library, fmt):
     """Infinities, NaN, and products that overflow under a given scale."""
     be, message = runner.Numpy(), ctypes.create_string_buffer(256)
     drawn = cases.quantize_cases([fmt], shapes=((33, 65), (130, 144)), values=VALUES, variants=True)
-    for turn, case in enumerate(c for c in drawn if not (c.pow2 or c.eps)):
+    plain = [c for c in drawn if not c.eps and (not c.pow2 or "from_rows" in c.variant)]
+    for turn, case in enumerate(plain):
         x, options, out = case.make(), case.options, runner.Outputs(be)
         if fmt in cases.TENSOR_FORMATS and turn % 2:
             options = {"scale": np.float32([3e38, 2.0**-140, 1.5][turn % 3])}

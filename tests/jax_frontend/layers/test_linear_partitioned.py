@@ -21,8 +21,9 @@ pytestmark = pytest.mark.sampled
 RECIPES = tools.PLAIN_RECIPES | {
     "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4": dj.NVFP4BlockScaling(),
+    "square": dj.Float8BlockScaling(wgrad_input_square=True),
 }
-NOW = ("fp8-current", "fp8-block", "mxfp8", "nvfp4")
+NOW = ("fp8-current", "fp8-block", "square", "mxfp8", "nvfp4")
 RECIPE = pytest.mark.parametrize("recipe", named(RECIPES, NOW))
 ARGS = (
     tools.normal("x", (512, 512), "bfloat16"),

@@ -127,8 +127,9 @@ def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
         (True, quantizer.columnwise, "columnwise"),
     ):
         if wanted:
-            buffers.append(Buffer(f"{prefix}_data", data_shape(fmt, columnwise, shape), fmt.data))
-            buffers.append(Buffer(f"{prefix}_scale_inv", scale_shape(fmt, columnwise, m, k), fmt.scale))
+            of = quantizer.copy_format(columnwise)
+            buffers.append(Buffer(f"{prefix}_data", data_shape(of, columnwise, shape), of.data))
+            buffers.append(Buffer(f"{prefix}_scale_inv", scale_shape(of, columnwise, m, k), of.scale))
     if fmt.one_scale or (fmt.two_level and quantizer.rowwise):
         buffers.append(Buffer("amax", (m if quantizer.spec.flags & ROW_AMAX else 1,), "float32"))
     if fmt.two_level and quantizer.columnwise:

@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __g
 
 bool quantize_permuted_both_fits(const QuantizeArgs& args) {
   const FormatRow& f = row(args.spec.format);
-  if (args.source.kind != SourceKind::permuted || args.spec.has(kSquare) || f.block_rows != 1) return false;
+  const bool squares = args.spec.has(kSquare) || args.spec.has(kFromRows);
+  if (args.source.kind != SourceKind::permuted || squares || f.block_rows != 1) return false;
   if (!args.rowwise.given() || !args.columnwise.given()) return false;
   const SourceArgs in = source_args(args.x, args.source);
   const void *columns = args.columnwise.data.data, *scales = args.rowwise.scale_inv.data;

@@ -103,7 +103,9 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks)
 }  // namespace
 
 bool permuted_tiles_fit(const TileArgs& p, Scaling scaling) {
-  if (!patched(p.in) || p.m == 0 || p.k == 0 || (p.col && !p.vec_col) || (p.row && !p.vec_row)) return false;
+  if (scaling == Scaling::from_rows || !patched(p.in) || p.m == 0 || p.k == 0 || (p.col && !p.vec_col) ||
+      (p.row && !p.vec_row))
+    return false;
   return scaling == Scaling::square || (p.col && !(p.row && scaling == Scaling::vector));
 }
 

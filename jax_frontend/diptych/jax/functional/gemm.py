@@ -32,7 +32,8 @@ def _gemm(
     a, b = require_quantized(op, "a", a), require_quantized(op, "b", b)
     a_side, b_side = shapes.gemm_copies(bool(trans_a), bool(trans_b))
     a_copy, b_copy = a.copy_of(a_side, f"{op}: a"), b.copy_of(b_side, f"{op}: b")
-    size = shapes.gemm_shape(a.format, a_side, a_copy.data.shape, b.format, b_side, b_copy.data.shape)
+    formats = a.quantizer.copy_format(a_side), b.quantizer.copy_format(b_side)
+    size = shapes.gemm_shape(formats[0], a_side, a_copy.data.shape, formats[1], b_side, b_copy.data.shape)
     enforce(size.constraints)
     shape = shapes.gemm_out_shape(a.shape, size.m, size.n, bool(trans_a))
     if acc is not None and acc.shape != shape:

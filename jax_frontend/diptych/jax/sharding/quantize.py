@@ -73,10 +73,10 @@ def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: S
 
 def factors_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, Factors]:
     """Returns the factors of all copies and amaxes of a tensor [..., K], by the attribute that holds each."""
-    fmt = quantizer.format
     made: dict[str, Factors] = {}
     for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
         kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
+        fmt = quantizer.copy_format(columnwise)
         copy = copy_factors(fmt, columnwise, shapes.data_shape(fmt, columnwise, shape), kept, reduced)
         made |= dict(zip((f"{side}_data", f"{side}_scale_inv"), copy, strict=True))
     return made | {"amax": (ROWS,) if quantizer.spec.flags & ROW_AMAX else VECTOR, "columnwise_amax": VECTOR}
@@ -88,7 +88,8 @@ def blocks_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, 
     if fmt.one_scale:
         return {ROWS: (m, 1), COLUMNS: (k, 1)}
     square = quantizer.spec.flags & SQUARE
-    blocks = [fmt.block(c) for c, made in ((False, quantizer.rowwise), (True, quantizer.columnwise)) if made or square]
+    made = [c for c, wanted in ((False, quantizer.rowwise), (True, quantizer.columnwise)) if wanted or square]
+    blocks = [quantizer.copy_format(c).block(c) for c in made]
     rows, columns = ([b or max(n, 1) for b in each] for each, n in zip(zip(*blocks, strict=True), (m, k), strict=True))
     return {ROWS: (m, math.lcm(*rows)), COLUMNS: (k, math.lcm(*columns))}
 

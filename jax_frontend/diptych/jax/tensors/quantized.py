@@ -64,7 +64,7 @@ class QuantizedCopies:
         if self.columnwise_data is None:
             raise ValueError(f"this {type(self).__name__} holds no copy")
         data = self.columnwise_data.shape
-        if self.format.columnwise != "transposed":
+        if self.quantizer.copy_format(True).columnwise != "transposed":
             return data
         return (*data[:-2], *self.leading, data[-2])
 
@@ -91,7 +91,7 @@ class QuantizedCopies:
                 f"{op}: {self!r} carries {added} more axis(es) than when it was quantized, as vmap and scan add them; "
                 "apply the op under jax.vmap"
             )
-        return Copy(data, scale, amax, self.format.name, columnwise)
+        return Copy(data, scale, amax, self.quantizer.copy_format(columnwise).name, columnwise)
 
     def __repr__(self) -> str:
         copies = [s for s in ("rowwise", "columnwise") if getattr(self, f"{s}_data") is not None]

@@ -300,7 +300,8 @@ def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quanti
         return (
             "" if whole else f"{list(parameter.shape)} stacks {rows} weights, which {ranks} ranks cannot share evenly"
         )
-    blocks = [fmt.block(c)[0] for c in (False, True) if (quantizer.columnwise if c else quantizer.rowwise)]
+    made = [c for c in (False, True) if (quantizer.columnwise if c else quantizer.rowwise)]
+    blocks = [quantizer.copy_format(c).block(c)[0] for c in made]
     if not all(blocks) and not fmt.one_scale:
         return f"is cut into rows, and a scale of {fmt.name} belongs to a block of all rows"
     block = max(1, *blocks)

@@ -12,6 +12,7 @@ from diptych.common.layers.checks import Names, missing_rng, require_stackable
 from diptych.common.layers.plan import TensorPlan
 from diptych.common.layers.schedule import OFFSETS, Call, late_states
 from diptych.common.ops.shapes import rows_cols
+from diptych.common.quantizers import copy_format_id
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.amax_group import group_amaxes
@@ -237,8 +238,9 @@ def kept_spec(kept: str, plan: TensorPlan) -> Spec:
         return None
     quantizer = plan.rowwise if kept == "rowwise" else plan.columnwise
     assert quantizer is not None
-    format_id = quantizer.spec.format_id
-    return format_id, kept == "columnwise", quantize_ops.TWO_LEVEL[format_id]
+    columnwise = kept == "columnwise"
+    format_id = copy_format_id(quantizer.spec, columnwise)
+    return format_id, columnwise, quantize_ops.TWO_LEVEL[format_id]
 
 
 def save_for_late(

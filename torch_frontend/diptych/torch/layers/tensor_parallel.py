@@ -342,7 +342,8 @@ def require_whole(what: str, quantizer: Quantizer, rows: int | None, cols: int |
     if fmt.one_scale:
         return
     square = bool(quantizer.spec.flags & SQUARE)
-    blocks = [fmt.block(c) for c, made in ((False, quantizer.rowwise), (True, quantizer.columnwise)) if made or square]
+    made = [c for c, wanted in ((False, quantizer.rowwise), (True, quantizer.columnwise)) if wanted or square]
+    blocks = [quantizer.copy_format(c).block(c) for c in made]
     for extent, axis, name in ((rows, 0, "rows"), (cols, 1, "columns")):
         if extent is None:
             continue

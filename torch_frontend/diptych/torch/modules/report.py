@@ -154,10 +154,12 @@ def _product(
     """Returns how one product ran. `rows`, `shape`: of input and weight; `dtype`: of the result."""
     gemm, x, w, dy = _kernels.PRODUCTS[index], plan.input, plan.weight, plan.grad_output
     operands = ((x.rowwise, w.rowwise), (dy.rowwise, w.columnwise), (dy.columnwise, x.columnwise))[index]
+    sides = ((False, False), (False, True), (True, True))[index]
     if not plan.quantized[index]:
         why = "on dequantized copies" if index and plan.dequantized_backward else "as the recipe says"
         return ProductRun(gemm, HIGH, note=why)
-    formats = tuple([q.format.name for q in operands if q is not None])
+    made = zip(operands, sides, strict=True)
+    formats = tuple([q.copy_format(columnwise).name for q, columnwise in made if q is not None])
     backend, number = device.type, device.index or 0
     if backend not in ("cpu", "cuda"):
         return ProductRun(gemm, "missing", formats=formats, note=f"no kernel runs on {backend}")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.ops import shapes
-from diptych.common.quantizers import ROW_AMAX, STOCHASTIC, Float8Quantizer, Quantizer
+from diptych.common.quantizers import FROM_ROWS, ROW_AMAX, SQUARE_OF, STOCHASTIC, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants
 from diptych.torch.primitives.checks import (
@@ -371,7 +371,8 @@ def copies(quantizer: Quantizer, buffers: list[Tensor]) -> tuple[Copy | None, Co
         rowwise = (buffers[0], buffers[1], buffers[4 if both else 2] if two_level else None, fmt_id, False)
     if quantizer.columnwise:
         first = 2 if both else 0
-        columnwise = (buffers[first], buffers[first + 1], buffers[-1] if two_level else None, fmt_id, True)
+        columns_id = SQUARE_OF[fmt_id] if quantizer.spec.flags & FROM_ROWS else fmt_id
+        columnwise = (buffers[first], buffers[first + 1], buffers[-1] if two_level else None, columns_id, True)
     return rowwise, columnwise
 
 

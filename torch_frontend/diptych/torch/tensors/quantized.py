@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
-from diptych.common.quantizers import RHT, Quantizer
+from diptych.common.quantizers import RHT, Quantizer, copy_format_id
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
@@ -106,7 +106,7 @@ class QuantizedTensorBase(Tensor):
                 f"this product needs the {side} copy, which {self.quantizer.described()} does not make; "
                 f"quantize with quantizer.with_usage({side}=True)"
             )
-        format_id = self.quantizer.spec.format_id
+        format_id = copy_format_id(self.quantizer.spec, columnwise)
         amax = (self.columnwise_amax if columnwise else self.amax) if TWO_LEVEL[format_id] else None
         return data, scale_inv, amax, format_id, columnwise
 
