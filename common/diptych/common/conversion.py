@@ -142,7 +142,9 @@ def reason(embedding: bool, ranks: Iterable[int], attends: bool = False) -> str:
 class ConvertedModule:
     """One module with parameters of its own. `kind`: its class before. `parameters`: the count of their elements; a
     tied parameter counts at its first module. `converted`: whether the module quantizes now. `why`: the reason if it
-    does not, else empty. `recipe`: its own; None for one that is not converted, or that quantizes in regions alone."""
+    does not, else empty. `recipe`: its own; None for one that is not converted, or that quantizes in regions alone.
+    `held`: the formats in which it holds weights quantized; empty for none. `held_bytes`: of their payload and scales,
+    tied ones counted once. `unheld`: why weights are not held though this was asked for."""
 
     name: str
     kind: str
@@ -150,6 +152,9 @@ class ConvertedModule:
     converted: bool
     why: str
     recipe: Recipe | None = None
+    held: str = ""
+    held_bytes: int = 0
+    unheld: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +178,11 @@ class ConversionReport:
         return sum([m.parameters for m in self.modules if not m.converted])
 
     @property
+    def held_bytes(self) -> int:
+        """The bytes of payload and scales of all weights that are held quantized."""
+        return sum([m.held_bytes for m in self.modules])
+
+    @property
     def need_region(self) -> tuple[ConvertedModule, ...]:
         """The converted modules without a recipe of their own: they run in high precision outside of regions."""
         return tuple([m for m in self.modules if m.converted and m.recipe is None])
@@ -181,9 +191,13 @@ class ConversionReport:
         total = self.converted + self.left
         share = f"{100 * self.converted / total:.1f} %" if total else "nothing"
         lines = [f"convert: {self.converted:,} of {total:,} parameters ({share}) are in layers that quantize"]
+        if held := [m for m in self.modules if m.held]:
+            lines[0] += f"; weights of {len(held)} are held quantized, in {self.held_bytes:,} bytes"
         rows: dict[tuple[bool, str, str], list[ConvertedModule]] = {}
         for m in self.modules:
             said = m.why if not m.converted else "in regions alone" if m.recipe is None else type(m.recipe).__name__
+            said += f", held as {m.held}" if m.held else ""
+            said += f", not held: {m.unheld}" if m.unheld else ""
             rows.setdefault((not m.converted, m.kind, said), []).append(m)
         for (left, kind, said), found in sorted(rows.items(), key=lambda row: row[0][0]):
             count, names = sum([m.parameters for m in found]), found[0].name or "the model"

@@ -30,6 +30,8 @@ from diptych.torch.modules.convert import ConversionReport, ConvertWarning, conv
 from diptych.torch.modules.graphs import make_graphed_callables
 from diptych.torch.modules.grouped_linear import GroupedLinear, grouped_linear
 from diptych.torch.modules.held_state import plain_state_dict
+from diptych.torch.modules.held_weights import unhold
+from diptych.torch.modules.hold import hold
 from diptych.torch.modules.layernorm_linear import LayerNormLinear
 from diptych.torch.modules.layernorm_mlp import LayerNormMLP
 from diptych.torch.modules.linear import Linear, linear
@@ -103,6 +105,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_linear",
     "hash",
+    "hold",
     "is_autocast_enabled",
     "is_bf16_available",
     "is_fp8_available",
@@ -132,6 +135,7 @@ __all__ = [
     "seed_rng",
     "te_state_dict",
     "to_tensor_proto",
+    "unhold",
 ]
 
 adopt()

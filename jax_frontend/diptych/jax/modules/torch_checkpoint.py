@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ import numpy as np
 
 from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.quantizers import Quantizer
+from diptych.common.safetensors import DTYPES, file_entries
 from diptych.jax.state.scales import ScaleState, is_state, load_state_dict, state_dict
 from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies, QuantizedStack
 
@@ -53,31 +53,14 @@ _SUFFIXES: dict[str, str] = {
     "rowwise_data": "", "rowwise_scale_inv": "_scale_inv", "amax": "_amax", "columnwise_data": "_columnwise_data",
     "columnwise_scale_inv": "_columnwise_scale_inv", "columnwise_amax": "_columnwise_amax",
 }  # fmt: skip
-_DTYPES: dict[str, Any] = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
-    "U16": np.uint16, "U8": np.uint8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-}  # fmt: skip
 
 
 def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a safetensors file, in FP8 too, which `safetensors.numpy` does not read. They are views of
     the file, read when they are used. **Raises** CheckpointError for a file that is damaged; OSError."""
-    try:
-        data = np.memmap(path, np.uint8, "r")
-        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        if start > data.size:
-            raise ValueError(f"its header ends at byte {start} of {data.size}")
-        header = json.loads(data[8:start].tobytes())
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = data[start + begin : start + end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{path}: is no safetensors file, or a damaged one: {e!r}") from e
-    return found
+    entries = file_entries(path)
+    data = np.memmap(path, np.uint8, "r")
+    return {name: data[e.begin : e.end].view(_DTYPES[e.dtype]).reshape(e.shape) for name, e in entries.items()}
 
 
 def load_torch(
@@ -317,7 +300,7 @@ def _quantized(name: str, leaf: Any, given: Mapping[str, np.ndarray]) -> Any:
             "precision, and quantize that"
         )
     if fmt.one_scale and "amax" not in parts and "rowwise_scale_inv" in parts:
-        largest = np.float32(ml_dtypes.finfo(_DTYPES_BY_NAME[fmt.element]).max)
+        largest = np.float32(ml_dtypes.finfo(_DTYPES[fmt.element]).max)
         parts["amax"] = parts["rowwise_scale_inv"] * largest
     if leaf.columnwise_data is not None and "columnwise_data" not in parts and leaf.quantizer.copies_agree():
         parts |= _columnwise(parts, leaf)
@@ -336,14 +319,14 @@ def _quantized(name: str, leaf: Any, given: Mapping[str, np.ndarray]) -> Any:
     return dataclasses.replace(leaf, **made)
 
 
-_DTYPES_BY_NAME = {np.dtype(d).name: np.dtype(d) for d in _DTYPES.values()}
+_DTYPES = {name: jnp.dtype(name) for name in DTYPES.values()}
 
 
 def _dtype(part: str, quantizer: Quantizer) -> np.dtype:
     """The dtype of an array in files of torch."""
     fmt = quantizer.format
     name = fmt.data if part.endswith("data") else fmt.scale if part.endswith("scale_inv") else "float32"
-    return _DTYPES_BY_NAME[name]
+    return _DTYPES[name]
 
 
 def _columnwise(row: Mapping[str, np.ndarray], leaf: QuantizedCopies) -> dict[str, np.ndarray]:

@@ -16,21 +16,9 @@ import torch
 from torch import Tensor
 
 from diptych.common.files import replacing
+from diptych.common.safetensors import DTYPES
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_NAMES = {getattr(torch, name): code for code, name in DTYPES.items()}
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -457,9 +457,13 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
 
     # --- reports ---
 
+    def _weight_name(self, layer: str) -> str:
+        """Returns the name of the attribute that is a layer's weight [..., N, K]; "" if the weight lies otherwise."""
+        return f"{layer}_weight" if layer else "weight"
+
     def _layer_weight(self, layer: str) -> Tensor | None:
         """Returns the weight [..., N, K] of a layer by its name, None for one that is not known."""
-        weight = getattr(self, f"{layer}_weight" if layer else "weight", None)
+        weight = getattr(self, self._weight_name(layer), None)
         return weight if isinstance(weight, Tensor) else None
 
     def __repr__(self) -> str:

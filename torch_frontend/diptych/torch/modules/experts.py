@@ -39,6 +39,9 @@ class TransposedLinear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.quantized_linear(x, self._layer_weight(""), self.bias)
 
+    def _weight_name(self, layer: str) -> str:
+        return ""
+
     def _layer_weight(self, layer: str) -> Tensor:
         return self.weight.t()
 
@@ -107,18 +110,21 @@ class RoutedExperts(QuantizedModule):
             return self._calibrate(x, weight, bias, layer, STATE.calibrating, plain)
         return plain(x, weight, bias)
 
+    def _weight_name(self, layer: str) -> str:
+        return "" if are_transposed(self) else f"{layer}_proj"
+
     def _layer_weight(self, layer: str) -> Tensor:
         weight = getattr(self, f"{layer}_proj")
-        return weight.transpose(1, 2) if self.transposed else weight
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the stacks are stored as [E, in, out]."""
-        return self.gate_up_proj.shape[1] == self.down_proj.shape[2]
+        return weight.transpose(1, 2) if are_transposed(self) else weight
 
     def extra_repr(self) -> str:
-        experts, hidden = self.gate_up_proj.shape[0], self.down_proj.shape[2 if self.transposed else 1]
+        experts, hidden = self.gate_up_proj.shape[0], self.down_proj.shape[2 if are_transposed(self) else 1]
         return f"experts={experts}, hidden={hidden}, inner={self.down_proj[0].numel() // hidden}{self._repr_recipe()}"
+
+
+def are_transposed(module: Any) -> bool:
+    """Whether the stacks of a module of experts are stored as [E, in, out]."""
+    return module.gate_up_proj.shape[1] == module.down_proj.shape[2]
 
 
 def _in_high_precision(offsets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -194,7 +200,7 @@ def _sample(module: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     w = module.gate_up_proj
     if w.is_meta:
         return None
-    hidden = module.down_proj.shape[2 if w.shape[1] == module.down_proj.shape[2] else 1]
+    hidden = module.down_proj.shape[2 if are_transposed(module) else 1]
     generator: Any = torch.Generator("cpu").manual_seed(0)
     experts, k, here = w.shape[0], min(2, w.shape[0]), {"generator": generator, "device": "cpu"}
     x = torch.randn(_TRIED, hidden, dtype=torch.float32, **here)

@@ -34,6 +34,8 @@ _NAMES = {
     "columnwise_scale_inv": "_columnwise_scale_inv",
     "columnwise_amax": "_columnwise_amax",
 }
+COMPANIONS = tuple([suffix for suffix in (*_NAMES.values(), "_scale") if suffix])
+"""The ends of the names of what stands beside a payload."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -71,21 +73,26 @@ def read_weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, 
             continue
         key = prefix + name
         given = state_dict.get(key)
-        parts = {part: t for part, suffix in _NAMES.items() if isinstance(t := state_dict.get(key + suffix), Tensor)}
-        if "rowwise_scale_inv" not in parts and isinstance(scale := state_dict.get(f"{key}_scale"), Tensor):
-            parts["rowwise_scale_inv"] = scale
         own = {f"{prefix}{other}" for other in (*module._parameters, *module._buffers)} - {key}
-        suffixes = (*_NAMES.values(), "_scale")
-        companions = {key + s for s in suffixes if key + s in state_dict} - own - {key}
+        companions = {key + s for s in COMPANIONS if key + s in state_dict} - own
         if isinstance(given, QuantizedTensorBase):
             changed[key] = _from_quantized(key, p, given, assign)
         elif companions and not (given is not None and given.dtype in HIGH_PRECISION):
             for other in companions:
                 del changed[other]
-            changed[key] = _from_parts(key, p, parts)
+            changed[key] = read_weight(key, p, state_dict)
         elif assign and isinstance(given, Tensor) and isinstance(p, QuantizedParameter):
             changed[key] = _like(key, p, given)
     return changed
+
+
+def read_weight(key: str, p: Tensor, tensors: Mapping[str, Any]) -> Tensor:
+    """Returns the weight `key` for a parameter `p`, held or in high precision, from its payload and what stands beside
+    it in `tensors`. **Raises** CheckpointError for parts that cannot be read."""
+    parts = {part: t for part, suffix in _NAMES.items() if isinstance(t := tensors.get(key + suffix), Tensor)}
+    if "rowwise_scale_inv" not in parts and isinstance(scale := tensors.get(f"{key}_scale"), Tensor):
+        parts["rowwise_scale_inv"] = scale
+    return _from_parts(key, p, parts)
 
 
 # --- one weight ------------------------------------------------------------------------------------------------------

@@ -83,7 +83,12 @@ def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str
     quantizer = held_quantizer("quantized_model_init", _INIT.recipe if recipe is None else recipe, module, name)
     if quantizer is None:
         return weight
-    quantizer = quantizer.with_usage(columnwise=quantizer.columnwise and torch.is_grad_enabled())
+    return held_parameter(weight, quantizer.with_usage(columnwise=quantizer.columnwise and torch.is_grad_enabled()))
+
+
+def held_parameter(weight: Tensor, quantizer: Quantizer) -> Any:
+    """Returns a parameter that holds a weight by a quantizer, which requires a gradient if the weight does. The region
+    around says whether it preserves the values."""
     with torch.inference_mode(False), torch.no_grad():  # inference tensors could never be saved for a backward
         param = nn.Parameter(_hold(weight.detach(), quantizer), weight.requires_grad)
         if _INIT.preserve and weight.is_meta:
@@ -108,12 +113,14 @@ def initialize(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tenso
 
 
 def _hold(weight: Tensor, quantizer: Quantizer) -> Any:
-    stack = weight.dim() == 3
-    if not weight.is_meta:
-        return QuantizedParameter.of((quantize_stack if stack else quantize_verbs.quantize)(weight, quantizer))
-    shape = tuple(weight.shape)
-    buffers = (grouped_ops.empty_stack if stack else quantize_ops.empty)(shape, quantizer, weight.device)
+    if weight.is_meta:
+        return empty_held(weight.shape, weight.dtype, quantizer, weight.device)
+    return QuantizedParameter.of((quantize_stack if weight.dim() == 3 else quantize_verbs.quantize)(weight, quantizer))
+
+
+def empty_held(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, device: torch.device) -> Any:
+    """Returns a held weight [N, K] or stack [G, N, K] without values, which is no nn.Parameter yet."""
+    stack, shape = len(shape) == 3, tuple(shape)
+    buffers = (grouped_ops.empty_stack if stack else quantize_ops.empty)(shape, quantizer, device)
     named = dict(zip(quantizer.buffer_names(), buffers, strict=True))
-    return QuantizedParameter.of(
-        (QuantizedStack if stack else QuantizedTensor)(quantizer, shape, weight.dtype, **named)
-    )
+    return QuantizedParameter.of((QuantizedStack if stack else QuantizedTensor)(quantizer, shape, dtype, **named))

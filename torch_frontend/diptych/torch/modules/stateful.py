@@ -111,6 +111,15 @@ class StatefulModule(nn.Module):
         late.forget(self)
         self._make_missing()
 
+    def leave_meta(self) -> None:
+        """Makes states anew that are missing, or on the meta device, which the parameters have left."""
+        states, rng = self._modules.get("scale_states"), self._buffers.get("rng_state")
+        if states is not None and any([b.is_meta for b in states.buffers()]):
+            self._modules.pop("scale_states")
+        if rng is not None and rng.is_meta:
+            self._buffers.pop("rng_state")
+        self._make_missing()
+
     def _rng(self, device: torch.device, in_forward_by: Recipe | None = None) -> Tensor:
         rng = self._buffers.get("rng_state")
         if rng is None:
