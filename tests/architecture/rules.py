@@ -43,7 +43,7 @@ PRIVATE = "private"  # the room that alone names a framework's private API
 # use; of named tuples; and of Python, transformers and flax.
 OPEN_ATTRIBUTES = frozenset({
     "_version", "_base", "_parameters", "_buffers", "_modules", "_fields", "_replace", "_asdict",
-    "_initializing", "_getframe", "_apply_gate", "_get_bias_shape", "_state",
+    "_initializing", "_getframe", "_apply_gate", "_get_bias_shape", "_init_weights", "_state",
 })  # fmt: skip
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {

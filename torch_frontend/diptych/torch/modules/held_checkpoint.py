@@ -30,6 +30,7 @@ from diptych.torch.modules.model_init import empty_held
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import HIGH_PRECISION
+from diptych.torch.private.autograd import unsaved_buffers
 from diptych.torch.tensors.quantized import QuantizedStack, parts_of
 
 PART = 2 << 20
@@ -57,7 +58,7 @@ class Checkpoint:
     def __init__(
         self, op: str, model: nn.Module, path: str | Path, rename: Callable[[str], str] | None, strict: bool
     ) -> None:
-        self.op, self.path, self.model = op, path, model
+        self.op, self.path, self.model, self.space = op, path, model, _Space()
         self.found: dict[str, Entry] = {}
         for theirs, entry in checkpoint_entries(path).items():
             name = theirs if rename is None else rename(theirs)
@@ -133,7 +134,7 @@ class Checkpoint:
         """Returns a new tensor with the values of the files."""
         t = self.targets[key].tensor
         if len(parts) == 1 and name in parts:
-            read = _Reader(parts[name])
+            read = _Reader(parts[name], self.space)
             if not isinstance(t, QuantizedParameter):
                 return read.whole(device, dtype)
             made = empty_held(t.shape, dtype, t.quantizer, device)
@@ -146,7 +147,7 @@ class Checkpoint:
                 f"{self.op}: {name} is quantized in {self.path} ({', '.join(parts)}), and the module that holds it "
                 "reads plain weights alone"
             )
-        tensors = {n: _Reader(e).whole(device, getattr(torch, e.dtype)) for n, e in parts.items()}
+        tensors = {n: _Reader(e, self.space).whole(device, getattr(torch, e.dtype)) for n, e in parts.items()}
         return held_state.read_weight(name, t, tensors).to(dtype)
 
     def _load_states(self) -> None:
@@ -155,7 +156,7 @@ class Checkpoint:
         for name, entry in self.states.items():
             path = str(_module_of_state(name))
             local = name[len(path) + 1 :] if path else name
-            below.setdefault(path, {})[local] = _Reader(entry).whole(torch.device("cpu"), getattr(torch, entry.dtype))
+            below.setdefault(path, {})[local] = _Reader(entry, self.space).whole(torch.device("cpu"), getattr(torch, entry.dtype))
         for path, module in self.model.named_modules():
             if isinstance(module, QuantizedModule):
                 module.leave_meta()
@@ -212,7 +213,7 @@ def _targets(op: str, model: nn.Module) -> dict[int, _Target]:
     """Returns a model's parameters and persistent buffers, tied ones once, by their ids."""
     found: dict[int, _Target] = {}
     for path, module in model.named_modules():
-        unsaved = module._non_persistent_buffers_set
+        unsaved = unsaved_buffers(module)
         own = {**module._parameters, **{n: b for n, b in module._buffers.items() if n not in unsaved}}
         for name, t in own.items():
             full = f"{path}.{name}".lstrip(".")
@@ -248,18 +249,31 @@ def _place(used: tuple[int, tuple[str, dict[str, Entry]]]) -> tuple[Path, int]:
 # --- one tensor ------------------------------------------------------------------------------------------------------
 
 
+class _Space:
+    """The memory into which parts are read, one after the other: freeing it each time would leave holes in the heap."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def of(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+        n = rows * cols * dtype.itemsize
+        if n > self._bytes.numel():
+            self._bytes = torch.empty(n, dtype=torch.uint8, device="cpu")
+        return self._bytes[:n].view(dtype).view(rows, cols)
+
+
 class _Reader:
     """Reads one tensor of a file, or some of its rows. A scalar has one row of one element."""
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry, self.dtype = entry, getattr(torch, entry.dtype)
+    def __init__(self, entry: Entry, space: _Space) -> None:
+        self.entry, self.dtype, self.space = entry, getattr(torch, entry.dtype), space
         self.cols = entry.shape[-1] if entry.shape else 1
         self.row = self.cols * self.dtype.itemsize
         self.count = (entry.end - entry.begin) // self.row if self.row else 0
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Returns rows [end - begin, K] of the tensor [.., K] as a matrix, on the CPU."""
-        out = torch.empty((end - begin, self.cols), dtype=self.dtype, device="cpu")
+        """Returns rows [end - begin, K] of the tensor [.., K] as a matrix on the CPU, which the next call overwrites."""
+        out = self.space.of(end - begin, self.cols, self.dtype)
         self._read(out, begin)
         return out
 

@@ -23,6 +23,7 @@ from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.model_init import empty_held, held_parameter
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
+from diptych.torch.private.autograd import gradient_hooks, value_hooks
 from diptych.torch.tensors.quantized import BUFFERS, parts_of
 
 # What belongs to a held weight, and not to the parameter that it is.
@@ -60,7 +61,7 @@ def plan(op: str, model: nn.Module, holders: list[Holder], inference: bool) -> P
 
     **Raises**, naming the weight: ValueError for a recipe that quantizes it in two ways or stochastically, for one that
     two modules would hold in two ways, and for one that is held otherwise already; ShapeError, DTypeError for one that
-    the format does not take; UnsupportedError for a DTensor.
+    the format does not take; UnsupportedError for a DTensor, and for one with hooks.
     """
     made = Plan([], {}, set())
     users = _users(model)
@@ -117,6 +118,8 @@ def _require_holdable(op: str, weight: _Weight, before: _Weight | None) -> None:
         )
     if type(param).__name__ == "DTensor":  # importing the class takes long
         raise UnsupportedError(f"{op}: {name} is a DTensor: hold weights before fully_shard or parallelize_module")
+    if value_hooks(param) or gradient_hooks(param):
+        raise UnsupportedError(f"{op}: {name} has hooks, which a held weight would not keep: register them afterwards")
     if isinstance(param, QuantizedParameter):
         both = param.quantizer.with_usage(rowwise=True, columnwise=True)
         if both != quantizer.with_usage(rowwise=True, columnwise=True) or (

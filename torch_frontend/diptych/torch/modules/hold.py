@@ -86,10 +86,10 @@ def hold(
     **Raises**, before anything is changed: ArgumentError for arguments of other kinds; ValueError for a recipe that
     quantizes a weight in two ways or stochastically, a model without a weight that can be held, modules that would hold
     one weight in two ways, or a weight that is held otherwise already; ShapeError and DTypeError for one that the
-    format does not take (leave it by the filter); UnsupportedError for DTensors; CheckpointError for files that are
-    damaged or absent, or whose names and shapes are not the model's. Later: CheckpointError for payloads that cannot be
-    read and for tensors that are still on meta at the end; UnsupportedError where a graph or a compiled function refers
-    to a weight.
+    format does not take (leave it by the filter); UnsupportedError for DTensors and weights with hooks; CheckpointError
+    for files that are damaged or absent, or whose names and shapes are not the model's. Later: CheckpointError for
+    payloads that cannot be read and for tensors that are still on meta at the end; UnsupportedError where a graph or a
+    compiled function refers to a weight.
     """
     op = "hold"
     require_recipe(op, recipe, optional=False)

@@ -33,6 +33,12 @@ forward_pre_hooks = attribute(_CAPTURE, "torch.nn.Module", "_forward_pre_hooks")
 hooks_with_kwargs = attribute(_CAPTURE, "torch.nn.Module", "_forward_hooks_with_kwargs")
 gradient_hooks = attribute(_CAPTURE, "torch.Tensor", "_post_accumulate_grad_hooks")
 
+# --- modules and parameters, for weights that become held -----------------------------------------------------------
+
+_HELD = "to hold weights of a model that exists"
+unsaved_buffers = attribute(_HELD, "torch.nn.Module", "_non_persistent_buffers_set")
+value_hooks = attribute(_HELD, "torch.Tensor", "_backward_hooks")  # None, or hooks on its gradient
+
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 # The function that runs a backward pass, in each module that calls it by this name. Where torch lacks it, a call of a
