@@ -156,7 +156,9 @@ class Checkpoint:
         for name, entry in self.states.items():
             path = str(_module_of_state(name))
             local = name[len(path) + 1 :] if path else name
-            below.setdefault(path, {})[local] = _Reader(entry, self.space).whole(torch.device("cpu"), getattr(torch, entry.dtype))
+            below.setdefault(path, {})[local] = _Reader(entry, self.space).whole(
+                torch.device("cpu"), getattr(torch, entry.dtype)
+            )
         for path, module in self.model.named_modules():
             if isinstance(module, QuantizedModule):
                 module.leave_meta()
@@ -272,7 +274,7 @@ class _Reader:
         self.count = (entry.end - entry.begin) // self.row if self.row else 0
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Returns rows [end - begin, K] of the tensor [.., K] as a matrix on the CPU, which the next call overwrites."""
+        """Returns rows [end - begin, K] of the tensor as a matrix, on the CPU; the next call overwrites them."""
         out = self.space.of(end - begin, self.cols, self.dtype)
         self._read(out, begin)
         return out

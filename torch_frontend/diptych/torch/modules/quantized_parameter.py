@@ -441,8 +441,8 @@ def _warn_of_lost_updates(name: str) -> None:
     warnings.warn(
         f"{name} on a weight that is held quantized and has no master: the sum is quantized again, and updates below "
         "half a step of its format are lost. Set weight.main_param to a float32 tensor, such as "
-        "weight.get_high_precision_init_val().float().to(weight.device), and updates are added there. Further ones "
-        "are not reported",
+        "weight.get_high_precision_init_val().float().to(weight.device), and updates are added there; to merge "
+        "adapters without this loss, call diptych.torch.unhold(model) before. Further ones are not reported",
         LostUpdateWarning,
         stacklevel=6,
     )
