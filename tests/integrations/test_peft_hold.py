@@ -6,6 +6,7 @@ saved and loaded again."""
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,14 @@ def test_a_tied_head_stays_with_its_embedding(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head.weight) is nn.Parameter
     losses, _ = train(adapted(model), 3)
     assert losses[-1] < losses[0]
+
+
+def test_the_code_on_the_page_runs(folder, tmp_path, monkeypatch):
+    """The block of docs/recipes.md that needs transformers and PEFT, in a folder where its model is."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    (block,) = re.findall(r"```py\n(.*?)```", page, re.S)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").symlink_to(folder)
+    exec(compile(block, "docs/recipes.md", "exec"), {})
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.bfloat16 and not kept(merged)

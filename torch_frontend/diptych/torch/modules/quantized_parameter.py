@@ -86,7 +86,8 @@ class QuantizedParameter(QuantizedTensorBase):
         if columnwise and self.columnwise_data is None:
             raise ValueError(
                 "the gradient of a layer's input needs the columnwise copy of its weight, which is held without: "
-                "quantized_model_init makes that copy outside of torch.no_grad() and torch.inference_mode() alone"
+                "quantized_model_init makes that copy outside of torch.no_grad() and torch.inference_mode() alone, and "
+                "hold with inference=False"
             )
         copy = super().copy_of(columnwise)
         gathered = columnwise or torch.compiler.is_compiling() or copy[0].untyped_storage().nbytes() >= copy[0].nbytes
