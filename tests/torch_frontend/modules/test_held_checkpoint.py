@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(change
 
 
 def test_not_strict(tmp_path):
-    """What the files lack stays, unless it lies on meta; what the model lacks is not read."""
+    """A tensor that the files lack stays, unless it lies on meta; one that the model lacks is not read."""
     made = Model(tied=False)
     state = {n: t for n, t in made.state_dict().items() if n not in ("up.bias", "head.weight")}
     save_file(state | {"other": torch.zeros(1)}, tmp_path / "x.safetensors")
@@ -233,6 +233,25 @@ def test_not_strict(tmp_path):
     same_buffers(mine.up.weight, buffers(dt.quantize(made.up.weight.detach(), mine.up.weight.quantizer)))
     with pytest.raises(CheckpointError, match=r"still on the meta device: up.bias, head.weight: .*init_empty_weights"):
         dt.hold(Model(device="meta", tied=False), MX, checkpoint=tmp_path, strict=False, verbose=False)
+
+
+@pytest.mark.parametrize("name", ("fp8-delayed", "mxfp8"))
+def test_a_module_in_two_places_has_the_names_of_both(name, tmp_path):
+    def twice(device: str) -> nn.Sequential:
+        layer = nn.Linear(64, 64, device=device)
+        return nn.Sequential(layer, nn.GELU(), layer)
+
+    want = dt.hold(twice("cpu"), NAMED[name], verbose=False)
+    want(normal("x", (32, 64))).sum().backward()
+    state = {n: t.clone() for n, t in dt.plain_state_dict(want).items()}
+    for missing in ("0.", "2.", "-"):
+        save_file({n: t for n, t in state.items() if not n.startswith(missing)}, tmp_path / "x.safetensors")
+        got = dt.hold(twice("meta"), NAMED[name], checkpoint=tmp_path, verbose=False)
+        assert got[0] is got[2]
+        same_buffers(got[0].weight, buffers(want[0].weight))
+        for (n, t), (other_n, u) in zip(got.named_buffers(), want.named_buffers(), strict=True):
+            assert n == other_n
+            same(t, u, n)
 
 
 class NoRule(nn.Module):

@@ -229,6 +229,8 @@ def test_wrong_arguments_are_refused():
         ({"recipe": MX, "inference": 1}, "hold: inference must be a bool"),
         ({"recipe": MX, "rename": str}, "rename and strict are about a checkpoint"),
         ({"recipe": MX, "checkpoint": 3}, "checkpoint must be a path, got int"),
+        ({"recipe": MX, "checkpoint": "x", "rename": {}}, "rename must be a function of a name, got dict"),
+        ({"recipe": MX, "device": "meta"}, "device is meta, where tensors have no values"),
     ):
         with pytest.raises(ArgumentError, match=said):
             dt.hold(m, **args)
@@ -251,7 +253,10 @@ def test_a_weight_that_something_refers_to_is_refused():
         silent(dt.hold, m, MX)
     graph.sum().backward()
     del graph
+    grad = m.weight.grad.clone()
     silent(dt.hold, m, MX)
+    same(m.weight.grad, grad)
+    m.zero_grad()
     m(normal("x", (32, 32))).sum().backward()
     assert m.weight.grad is not None
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -259,6 +264,12 @@ def test_a_weight_that_something_refers_to_is_refused():
         getattr(m.weight, register)(lambda g: None)
         with pytest.raises(UnsupportedError, match="hold: weight has hooks"):
             silent(dt.hold, m, MX)
+    m = nn.Sequential(dt.Linear(32, 32))
+    prepared = dt.prepare_weights(m, torch.optim.SGD(m.parameters(), lr=0.1), max_bytes=1 << 20)
+    with pytest.raises(UnsupportedError, match=r"hold: 0 has copies that prepare_weights made.*call remove\(\)"):
+        silent(dt.hold, m, MX)
+    prepared.remove()
+    silent(dt.hold, m, MX)
 
 
 def _shared_otherwise(role):

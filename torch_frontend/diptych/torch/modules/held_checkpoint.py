@@ -81,7 +81,7 @@ class Checkpoint:
                 self._require_fits(name, parts[name], target.tensor)
             elif not any([state in f".{name}" for state in _OF_STATES for name in target.names]):
                 missing.append(target.names[0])
-        modules = dict(model.named_modules())
+        modules = dict(model.named_modules(remove_duplicate=False))
         self.states = {name: e for name, e in rest.items() if _module_of_state(name) in modules}
         unknown = [name for name in rest if name not in self.states]
         if strict and (missing or unknown):
@@ -159,7 +159,7 @@ class Checkpoint:
             below.setdefault(path, {})[local] = _Reader(entry, self.space).whole(
                 torch.device("cpu"), getattr(torch, entry.dtype)
             )
-        for path, module in self.model.named_modules():
+        for path, module in self.model.named_modules(remove_duplicate=False):
             if isinstance(module, QuantizedModule):
                 module.leave_meta()
             given = below.get(path, {})
@@ -214,7 +214,7 @@ def _takes_dtype(t: Tensor) -> bool:
 def _targets(op: str, model: nn.Module) -> dict[int, _Target]:
     """Returns a model's parameters and persistent buffers, tied ones once, by their ids."""
     found: dict[int, _Target] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):  # a module in two places has names of both
         unsaved = unsaved_buffers(module)
         own = {**module._parameters, **{n: b for n, b in module._buffers.items() if n not in unsaved}}
         for name, t in own.items():

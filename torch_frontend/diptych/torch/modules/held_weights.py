@@ -61,13 +61,18 @@ def plan(op: str, model: nn.Module, holders: list[Holder], inference: bool) -> P
 
     **Raises**, naming the weight: ValueError for a recipe that quantizes it in two ways or stochastically, for one that
     two modules would hold in two ways, and for one that is held otherwise already; ShapeError, DTypeError for one that
-    the format does not take; UnsupportedError for a DTensor, and for one with hooks.
+    the format does not take; UnsupportedError for a DTensor, for one with hooks, and under `prepare_weights`.
     """
     made = Plan([], {}, set())
     users = _users(model)
     asked = {(id(h.module), h.kind._weight_name(h.module, layer)) for h in holders for layer in h.kind.layers}
     chosen: dict[int, _Weight] = {}
     for h in holders:
+        if getattr(h.module, "_prepared", None) is not None:
+            raise UnsupportedError(
+                f"{op}: {h.path} has copies that prepare_weights made, and held weights need none: call remove() on "
+                "what it returned before"
+            )
         for layer in h.kind.layers:
             attribute = h.kind._weight_name(h.module, layer)
             param = h.module._parameters.get(attribute)
@@ -154,8 +159,8 @@ def hold_weights(op: str, made: Plan, device: torch.device | None = None, dtype:
 
 
 def exchange(op: str, name: str, old: Tensor, new: Tensor) -> None:
-    """Gives the tensor object `old` the contents and the class of `new`; a parameter keeps `requires_grad` and what was
-    set on it.
+    """Gives the tensor object `old` the contents and the class of `new`; a parameter keeps `requires_grad`, its
+    gradient and what was set on it.
 
     **Raises** UnsupportedError where torch cannot, because a graph or a compiled function refers to the tensor.
     """
@@ -166,6 +171,8 @@ def exchange(op: str, name: str, old: Tensor, new: Tensor) -> None:
             if not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
             new.requires_grad_(old.requires_grad)
+            if old.grad is not None:
+                new.grad = old.grad.to(new.device, new.dtype)
         kept = {key: value for key, value in vars(old).items() if key not in vars(new) and key not in _OF_HELD}
         vars(new).update(kept)
         try:

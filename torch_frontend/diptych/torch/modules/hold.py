@@ -86,22 +86,26 @@ def hold(
     **Raises**, before anything is changed: ArgumentError for arguments of other kinds; ValueError for a recipe that
     quantizes a weight in two ways or stochastically, a model without a weight that can be held, modules that would hold
     one weight in two ways, or a weight that is held otherwise already; ShapeError and DTypeError for one that the
-    format does not take (leave it by the filter); UnsupportedError for DTensors and weights with hooks; CheckpointError
-    for files that are damaged or absent, or whose names and shapes are not the model's. Later: CheckpointError for
-    payloads that cannot be read and for tensors that are still on meta at the end; UnsupportedError where a graph or a
-    compiled function refers to a weight.
+    format does not take (leave it by the filter); UnsupportedError for DTensors, weights with hooks and
+    those that `prepare_weights` serves; CheckpointError for files that are damaged or absent, or whose names and shapes
+    are not the model's. Later: CheckpointError for payloads that cannot be read and for tensors that are still on meta
+    at the end; UnsupportedError where a graph or a compiled function refers to a weight.
     """
     op = "hold"
     require_recipe(op, recipe, optional=False)
     require_switches(op, strict=strict, return_report=return_report)
     held_weights.require_dtype(op, dtype)
-    to = None if device is None else _placed(device)
+    to = None if device is None else torch.empty(0, device=device).device  # with its index, as those of tensors
+    if to is not None and to.type == "meta":
+        raise ArgumentError(f"{op}: device is meta, where tensors have no values")
     source = None
     if checkpoint is None:
         if rename is not None or not strict:
             raise ArgumentError(f"{op}: rename and strict are about a checkpoint; give checkpoint= too")
     elif not isinstance(checkpoint, str | os.PathLike):
         raise ArgumentError(f"{op}: checkpoint must be a path, got {type(checkpoint).__name__}")
+    elif rename is not None and not callable(rename):
+        raise ArgumentError(f"{op}: rename must be a function of a name, got {type(rename).__name__}")
     elif not isinstance(model, nn.Module):
         raise ArgumentError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
     else:
@@ -113,8 +117,3 @@ def hold(
         source.load(to, dtype)
     held_weights.place(op, model, to, dtype)
     return (model, report) if return_report else model
-
-
-def _placed(device: _Device) -> torch.device:
-    """Returns a device with its index, so that it compares with those of tensors."""
-    return torch.empty(0, device=device).device
