@@ -372,3 +372,34 @@ def test_parts_are_all_that_exists_beside(tmp_path, monkeypatch):
         meta = nn.Sequential(nn.Linear(width, width, bias=False, device="meta", dtype=torch.bfloat16))
         dt.hold(meta, recipe, checkpoint=tmp_path, verbose=False)
         assert sum(reads) == passes * 2 * width**2 and max(reads) == 1 << 18
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_onto_a_gpu(name, cuda, tmp_path, monkeypatch):
+    """Weights that are read onto a GPU have the CPU's bits, and the allocator's peak is a tenth above them."""
+    width = 2048
+    names = [f"{i}.weight" for i in range(4)]
+    save_file({n: normal(n, (width, width), "bfloat16") for n in names}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(held_checkpoint, "PART", 128 * width * 2)
+
+    def made(device: str | None) -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in names]).bfloat16()
+        return dt.hold(
+            model, NAMED[name], checkpoint=tmp_path, device=device, inference=True, verbose=False
+        ).requires_grad_(False)
+
+    made(cuda)  # what the first call makes
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    got, want = made(cuda), made(None)
+    held = sum(t.numel() * t.element_size() for layer in got for t in buffers(layer.weight).values())
+    assert 0.9 * held < torch.cuda.max_memory_allocated() - before < 1.1 * held
+    for a, b in zip(got, want, strict=True):
+        assert a.weight.device.type == cuda
+        same_buffers(a.weight, buffers(b.weight))
+    in_memory = dt.unhold(want)
+    dt.hold(in_memory, NAMED[name], device=cuda, inference=True, verbose=False)
+    assert all(t.is_cuda for t in [*in_memory.parameters(), *in_memory.buffers()])
