@@ -19,7 +19,15 @@ for _package in ("peft", "transformers"):
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 import diptych.torch as dt
 from diptych.common import RECIPES, MXFP8BlockScaling
@@ -219,6 +227,37 @@ def test_a_tied_head_stays_with_its_embedding(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head.weight) is nn.Parameter
     losses, _ = train(adapted(model), 3)
     assert losses[-1] < losses[0]
+
+
+def _mlp(name: str) -> str:
+    return name.replace("block_sparse_moe", "mlp")  # as Mixtral's files call it
+
+
+@pytest.mark.parametrize("kind", ("mixtral", "qwen3_moe"))
+def test_mixtures(kind, tmp_path):
+    """transformers stacks the experts that files hold one by one, and takes them apart as it saves, held ones too."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = (
+        MixtralConfig(**sizes, num_local_experts=4)
+        if kind == "mixtral"
+        else Qwen3MoeConfig(**sizes, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32)
+    )
+    folder, again = tmp_path / "published", tmp_path / "held"
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    loaded = dt.hold(AutoModelForCausalLM.from_pretrained(folder).eval(), MX, ~dt.filters.head, verbose=False)
+    read = held(folder, rename=_mlp)
+    same(kept(read), kept(loaded))
+    assert any("gate_up_proj" in name for name in kept(read))
+    assert torch.equal(logits(read), logits(loaded))
+    read.save_pretrained(again, state_dict=dt.plain_state_dict(read))
+    same(kept(held(again, rename=_mlp)), kept(read))
+    attention = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "o_proj"])
+    losses, _ = train(get_peft_model(read, attention), 3)
+    assert losses[-1] < losses[0]
+    experts = LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(NotImplementedError, match="is not defined on a weight that is held quantized"):
+        logits(get_peft_model(held(folder, rename=_mlp), experts))  # PEFT adds a delta to the stack in each forward
 
 
 def test_the_code_on_the_page_runs(folder, tmp_path, monkeypatch):

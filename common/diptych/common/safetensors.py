@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +27,25 @@ _INDEX, _ONE, _LONGEST_HEADER = ".safetensors.index.json", "model.safetensors", 
 
 
 class Entry(NamedTuple):
-    """One tensor of a file. `dtype`: a value of `DTYPES`. `begin`, `end`: its bytes, counted from the file's first."""
+    """One tensor of a file. `dtype`: a value of `DTYPES`. `begin`, `end`: its bytes, counted from the file's first.
+    `pieces`: those of a tensor that lies in pieces, in the order of its rows; its own place is then the first one's."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    pieces: tuple[Entry, ...] = ()
+
+
+def joined(pieces: Sequence[Entry], shape: tuple[int, ...]) -> Entry | None:
+    """Returns the tensor of a shape [.., K] whose rows are those of matrices [n, K], one after the other; None if these
+    do not make it up."""
+    first = pieces[0]
+    alike = all([p.dtype == first.dtype and len(p.shape) == 2 and p.shape[1] == shape[-1] for p in pieces])
+    if not alike or sum([p.shape[0] for p in pieces]) != math.prod(shape[:-1]):
+        return None
+    return first._replace(shape=shape, pieces=tuple(pieces))
 
 
 def element_bytes(dtype: str) -> int:

@@ -79,6 +79,34 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(held_checkpoint, "PART", 1 << 14)  # less than a weight
 
 
+@pytest.mark.parametrize("names", (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")), ids=str)
+def test_experts_that_lie_one_by_one_fill_their_stacks(names, tmp_path, small_parts):
+    """Each expert's gate and up follow each other in the stack. In high precision, and as payloads beside scales."""
+    gate, up, down = names
+    model = nn.ModuleDict({"moe": Experts()})
+    held = dt.hold(copy.deepcopy(model), MX, verbose=False)
+
+    def split(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = {n: t for n, t in state.items() if not n.endswith("_proj")}
+        for e in range(model.moe.down_proj.shape[0]):
+            made[f"moe.{e}.{gate}.weight"], made[f"moe.{e}.{up}.weight"] = state["moe.gate_up_proj"][e].chunk(2)
+            made[f"moe.{e}.{down}.weight"] = state["moe.down_proj"][e]
+        return {n: t.clone() for n, t in made.items()}
+
+    for state in (model.state_dict(), dt.plain_state_dict(held)):
+        save_file(split(state), tmp_path / "x.safetensors")
+        meta = copy.deepcopy(model).to("meta")
+        meta.moe.is_transposed = False
+        dt.hold(meta, MX, checkpoint=tmp_path, verbose=False)
+        for p, want in zip(meta.parameters(), held.parameters(), strict=True):
+            same_buffers(p, buffers(want))
+    lacking = split(model.state_dict())
+    lacking.pop(f"moe.1.{up}.weight")
+    save_file(lacking, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=rf"lacks moe.gate_up_proj and has moe.0.{gate}.weight"):
+        dt.hold(copy.deepcopy(model), MX, checkpoint=tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore::diptych.torch.ConvertWarning")
 @pytest.mark.parametrize("inference", (False, True))
 @pytest.mark.parametrize("name", RECIPE_NAMES)

@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from diptych.common.errors import CheckpointError
 from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, ROW_AMAX
-from diptych.common.safetensors import Entry, checkpoint_entries
+from diptych.common.safetensors import Entry, checkpoint_entries, joined
 from diptych.torch.functional.quantize import quantize
 from diptych.torch.modules import held_state
 from diptych.torch.modules.base import QuantizedModule
@@ -35,6 +35,8 @@ from diptych.torch.tensors.quantized import QuantizedStack, parts_of
 
 PART = 2 << 20
 _BLOCK_ROWS = 128  # parts begin at multiples, so that no block of any format is cut
+# The parts of each expert that lie one after the other in a stack of transformers' mixtures, by their names in files.
+_EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 _OF_STATES = (".scale_states.", ".rng_state", "._extra_state")
 
 
@@ -67,6 +69,7 @@ class Checkpoint:
             self.found[name] = entry
         self.targets = _targets(op, model)
         self.names = {name for target in self.targets.values() for name in target.names}
+        _stack_experts(self.found, self.targets)
         self.used: dict[int, tuple[str, dict[str, Entry]]] = {}  # by the target's id: its name in the files, its parts
         rest = dict(self.found)
         missing = []
@@ -207,6 +210,23 @@ class Checkpoint:
             )
 
 
+def _stack_experts(found: dict[str, Entry], targets: dict[int, _Target]) -> None:
+    """Puts the matrices of experts that files hold one by one in place of the stacks that the model has of them."""
+    stacks = [(name, target.tensor.shape) for target in targets.values() for name in target.names]
+    for name, shape in stacks:
+        path, _, stack = name.rpartition(".")
+        for own in _EXPERTS.get(stack, ()) if len(shape) == 3 and name not in found else ():
+            names = [f"{path}.{e}.{part}.weight".lstrip(".") for e in range(shape[0]) for part in own]
+            if not all([each in found for each in names]):
+                continue
+            pieces = [found[each] for each in names]
+            entry = joined(pieces, (*shape[:2], *pieces[0].shape[-1:]))
+            if entry is not None:
+                for each in names:
+                    del found[each]
+                found[name] = entry
+
+
 def _takes_dtype(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) and t.is_floating_point()
 
@@ -271,7 +291,8 @@ class _Reader:
         self.entry, self.dtype, self.space = entry, getattr(torch, entry.dtype), space
         self.cols = entry.shape[-1] if entry.shape else 1
         self.row = self.cols * self.dtype.itemsize
-        self.count = (entry.end - entry.begin) // self.row if self.row else 0
+        self.pieces = [(e, (e.end - e.begin) // self.row if self.row else 0) for e in entry.pieces or (entry,)]
+        self.count = sum([count for _, count in self.pieces])
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Returns rows [end - begin, K] of the tensor as a matrix, on the CPU; the next call overwrites them."""
@@ -282,25 +303,36 @@ class _Reader:
     def whole(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the tensor on a device and in a dtype."""
         out = torch.empty(self.entry.shape, dtype=dtype, device=device)
+        if not self.count:
+            return out
+        flat = out.view(-1, self.cols)
         if out.device.type == "cpu" and dtype == self.dtype:
-            self._read(out, 0)
+            self._read(flat, 0)
         else:
-            flat = out.view(-1, self.cols) if self.count else out
             for begin, end in _parts(self.count, self.row):
                 flat[begin:end].copy_(self.rows(begin, end))
         return out
 
     def _read(self, out: Tensor, begin: int) -> None:
+        """Fills a matrix with the tensor's rows from `begin` on."""
+        first, end = 0, begin + out.shape[0]
+        for entry, count in self.pieces:
+            low, high = max(begin, first), min(end, first + count)
+            if low < high:
+                self._read_bytes(entry, low - first, out[low - begin : high - begin])
+            first += count
+
+    def _read_bytes(self, entry: Entry, begin: int, out: Tensor) -> None:
         if not out.numel():
             return
         data: Any = out.view(-1).view(torch.uint8).numpy()
         left = memoryview(data)
-        with open(self.entry.path, "rb", buffering=0) as f:
-            f.seek(self.entry.begin + begin * self.row)
+        with open(entry.path, "rb", buffering=0) as f:
+            f.seek(entry.begin + begin * self.row)
             while left:
                 n = f.readinto(left)  # at most 2 GiB a call
                 if not n:
-                    raise CheckpointError(f"{self.entry.path}: ended while it was read")
+                    raise CheckpointError(f"{entry.path}: ended while it was read")
                 left = left[n:]
 
 
