@@ -223,6 +223,11 @@ def test_devices_and_dtypes(tmp_path):
     with torch.device("meta"):  # where a model was made, and no values can be
         m = dt.hold(Model(device="meta", tied=False), MX, checkpoint=tmp_path, verbose=False)
     assert not any(t.is_meta for t in [*m.parameters(), *m.buffers()])
+    with torch.inference_mode():  # where models are made for inference
+        m = dt.hold(Model(device="meta", tied=False), MX, checkpoint=tmp_path, verbose=False)
+        m(torch.arange(32))
+    assert not any(t.is_inference() or t.is_meta for t in [*m.parameters(), *m.buffers()])
+    assert m.up.weight.columnwise_data is None
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,10 @@ def test_wrong_arguments_are_refused():
         dt.convert(m, hold=True)
     with pytest.raises(ArgumentError, match="convert: inference says which copies"):
         dt.convert(m, MX, inference=True)
+    for function in (dt.convert, dt.hold):
+        with pytest.raises(ArgumentError, match="return_report must be a bool"):
+            function(m, MX, return_report=3)
+    assert type(m) is nn.Linear
     with pytest.raises(ArgumentError, match="unhold: model must be"):
         dt.unhold(m.weight)
 

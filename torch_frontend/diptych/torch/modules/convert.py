@@ -95,8 +95,8 @@ def convert(
     without a recipe; ValueError for a filter that names a part which the model lacks; what `hold` raises. Nothing is
     converted then.
     """
-    model, report = converted("convert", model, recipe, filter, hold=hold, inference=inference, verbose=verbose)
     require_switches("convert", return_report=return_report)
+    model, report = converted("convert", model, recipe, filter, hold=hold, inference=inference, verbose=verbose)
     return (model, report) if return_report else model
 
 
@@ -147,9 +147,9 @@ def converted(
             module.prepare_states()
         if id(module) in plan.lies_otherwise and id(module) not in choice.why:
             said.append((holder.path, module, f"is converted, and not held: {plan.left[id(module)]}"))
+    held_weights.hold_weights(op, plan, device, dtype)
     for name, module, what in said:
         warnings.warn(f"{op}: {name or 'the model'} ({kinds[id(module)]}) {what}", ConvertWarning, stacklevel=3)
-    held_weights.hold_weights(op, plan, device, dtype)
     report = _report(named, kinds, choice.why, choice.unheld)
     if verbose:
         print(report)

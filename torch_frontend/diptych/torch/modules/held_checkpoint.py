@@ -123,14 +123,14 @@ class Checkpoint:
         """
         default = torch.get_default_device() if device is None else device
         default = torch.device("cpu") if default.type == "meta" else default
-        self._fill_unsaved(default)
-        for key, (name, parts) in sorted(self.used.items(), key=_place):
-            t = self.targets[key].tensor
-            to = default if device is not None or t.is_meta else t.device
-            wanted = dtype if dtype is not None and _takes_dtype(t) else t.dtype
-            with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill_unsaved(default)
+            for key, (name, parts) in sorted(self.used.items(), key=_place):
+                t = self.targets[key].tensor
+                to = default if device is not None or t.is_meta else t.device
+                wanted = dtype if dtype is not None and _takes_dtype(t) else t.dtype
                 exchange(self.op, name, t, self._made(key, name, parts, to, wanted))
-        self._load_states()
+            self._load_states()
         self._require_filled()
 
     def _made(self, key: int, name: str, parts: dict[str, Entry], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -185,7 +185,7 @@ class Checkpoint:
                 continue
             fresh = {n: torch.empty_like(b, device=device) for n, b in unsaved.items()}
             module._buffers.update(fresh)
-            with torch.no_grad(), torch.device(device):
+            with torch.device(device):
                 initializes(module)
             for name, b in fresh.items():
                 if module._buffers[name] is b and b._version == 0:  # nothing wrote it
