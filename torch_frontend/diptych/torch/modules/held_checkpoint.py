@@ -370,6 +370,8 @@ def fill(q: Any, read: Callable[[int, int], Tensor]) -> None:
         made = quantize(read(*part), quantizer, **given)
         for name, t in parts_of(made).items():
             whole, begin = getattr(q, name), at.get(name, 0)
+            if t.element_size() == 1:
+                whole, t = whole.view(torch.uint8), t.view(torch.uint8)  # torch copies FP8 one element at a time
             axis = next((a for a in range(t.dim()) if t.shape[a] != whole.shape[a]), None)
             if axis is None:
                 whole.copy_(t)
