@@ -134,6 +134,7 @@ def test_modules_keep_their_own_recipes():
     silent(dt.hold, model, MX)
     assert [m.weight.quantizer.format.name for m in model.values()] == ["fp8_e4m3_tensor", "mxfp8_e4m3"]
     assert [m.recipe for m in model.values()] == [Float8CurrentScaling(), MX]
+    assert "recipe=MXFP8BlockScaling(), held as mxfp8_e4m3)" in repr(model)
     silent(dt.hold, model, MX, inference=True)  # again: the columnwise copies go
     assert all(m.weight.columnwise_data is None for m in model.values())
     with pytest.raises(ValueError, match=r"own.weight is held by .* already, and .* is asked for; .*unhold"):

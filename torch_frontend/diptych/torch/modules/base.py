@@ -34,6 +34,7 @@ from diptych.torch.layers.options import STATELESS, CallState, Options, plain_op
 from diptych.torch.layers.quantize import rng_take
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
+from diptych.torch.modules.held_state import held_words
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.tensor_parallel import TensorParallelModule
 from diptych.torch.modules.tracing import before_tracing, begin_again, make_states, note_plain, note_quantized
@@ -473,14 +474,15 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         return nn.Module.__repr__(shown)
 
     def _repr_recipe(self) -> str:
-        """Returns the recipe in few characters for `print`: with the fields that were given, if they fit."""
+        """Returns the recipe in few characters for `print`, with given fields if they fit, and held weights' format."""
         recipe: Any = self.recipe
+        weights = held_words(self)
         if recipe is None:
-            return ", recipe=None: needs autocast"
+            return f", recipe=None: needs autocast{weights}"
         fields = dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ()
         given = [f"{f.name}={held!r}" for f in fields if (held := getattr(recipe, f.name)) != f.default]
         said = ", ".join(given)
-        return f", recipe={type(recipe).__name__}({said if len(said) < 20 else '...'})"
+        return f", recipe={type(recipe).__name__}({said if len(said) < 20 else '...'}){weights}"
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad; hooks of

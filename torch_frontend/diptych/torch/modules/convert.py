@@ -23,6 +23,7 @@ from diptych.torch.modules.experts import (
     departs_from_experts,
     is_transposed_linear,
 )
+from diptych.torch.modules.held_state import held_bytes
 from diptych.torch.modules.held_weights import Holder
 from diptych.torch.modules.linear import Linear
 from diptych.torch.modules.model_init import initial_recipe
@@ -264,7 +265,7 @@ def _report(
         own = own_parameters(module)
         if own or id(module) in why:
             count = sum([p.numel() for p in own if owners[id(p)] == id(module)])
-            held = held_weights.held_bytes(module)
+            held = held_bytes(module)
             formats = ", ".join(sorted({name for name, _ in held.values()}))
             nbytes = sum([n for p, (_, n) in held.items() if owners[p] == id(module)])
             converted = isinstance(module, QuantizedModule)

@@ -95,6 +95,21 @@ def read_weight(key: str, p: Tensor, tensors: Mapping[str, Any]) -> Tensor:
     return _from_parts(key, p, parts)
 
 
+def held_bytes(module: nn.Module) -> dict[int, tuple[str, int]]:
+    """Returns (format, bytes of payload and scales) of each held weight of a module itself, by the weight's id."""
+    return {
+        id(p): (p.quantizer.format.name, sum([t.numel() * t.element_size() for t in parts_of(p).values()]))
+        for p in module._parameters.values()
+        if isinstance(p, QuantizedParameter)
+    }
+
+
+def held_words(module: nn.Module) -> str:
+    """Returns the formats in which a module itself holds weights, as they follow in a line; "" if it holds none."""
+    formats = sorted({name for name, _ in held_bytes(module).values()})
+    return f", held as {', '.join(formats)}" if formats else ""
+
+
 # --- one weight ------------------------------------------------------------------------------------------------------
 
 

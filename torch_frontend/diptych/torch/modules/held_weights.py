@@ -24,7 +24,7 @@ from diptych.torch.modules.model_init import empty_held, held_parameter
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
 from diptych.torch.private.autograd import gradient_hooks, value_hooks
-from diptych.torch.tensors.quantized import BUFFERS, parts_of
+from diptych.torch.tensors.quantized import BUFFERS
 
 # What belongs to a held weight, and not to the parameter that it is.
 _OF_HELD = {*BUFFERS, "quantizer", "main_param", "_high_precision_init_val", "_awaits_init", "_is_param"}
@@ -191,15 +191,6 @@ def place(op: str, model: nn.Module, device: torch.device | None, dtype: torch.d
         wanted = dtype if dtype is not None and isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype
         if (to, wanted) != (t.device, t.dtype):
             exchange(op, name, t, t.detach().to(to, wanted))
-
-
-def held_bytes(module: nn.Module) -> dict[int, tuple[str, int]]:
-    """Returns (format, bytes of payload and scales) of each held weight of a module itself, by the weight's id."""
-    return {
-        id(p): (p.quantizer.format.name, sum([t.numel() * t.element_size() for t in parts_of(p).values()]))
-        for p in module._parameters.values()
-        if isinstance(p, QuantizedParameter)
-    }
 
 
 def unhold(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
