@@ -10,10 +10,11 @@ SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.
 
 ASAN := build/asan
 PAIRS := build/pairs
+INTEGRATIONS := build/integrations
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs versions versions-torch \
-  versions-jax wheels wheels-test lint docs stub bench setup clean
+.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs integrations versions \
+  versions-torch versions-jax wheels wheels-test lint docs stub bench setup clean
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
@@ -80,6 +81,18 @@ $(PAIRS)/.installed: constraints-pairs.txt | setup
 	$(BIN)/python -m venv --clear $(PAIRS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" >"$$($(PAIRS)/bin/python $(SITE))/environment.pth"
 	$(PAIRS)/bin/python -m pip install -q --no-deps -r constraints-pairs.txt
+	touch $@
+
+# Trainers of other projects on converted models (tests/integrations), in an environment of their own, likewise.
+integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile -q $(if $(SECONDS_LEFT),--seconds $(SECONDS_LEFT)) \
+	  tests/integrations
+
+$(INTEGRATIONS)/.installed: constraints-integrations.txt | setup
+	$(BIN)/python -m venv --clear $(INTEGRATIONS)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" \
+	  >"$$($(INTEGRATIONS)/bin/python $(SITE))/environment.pth"
+	$(INTEGRATIONS)/bin/python -m pip install -q --no-deps -r constraints-integrations.txt
 	touch $@
 
 # Wheels for other machines, into dist, and a try of each where no compiler is. DIPTYCH_WHEEL_CUDA=off leaves GPUs out.

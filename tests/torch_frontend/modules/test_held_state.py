@@ -257,3 +257,34 @@ def test_distributed_checkpoints(tmp_path, kind):
     state = other.state_dict()
     dcp.load(state, checkpoint_id=tmp_path / "high", no_dist=True)
     same_buffers(other.weight, requantized(other.weight, high["weight"]))
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_states_are_left_out_or_alone(name):
+    """Without states, the entries of the model before `convert` remain; a buffer of the same name elsewhere is none."""
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    net.register_buffer("rng_state", torch.zeros(1))
+    before = net.state_dict()
+    dt.convert(net, NAMED[name], verbose=False)
+    weights, states = dt.plain_state_dict(net, "weights"), dt.plain_state_dict(net, "states")
+    assert list(weights) == list(before)
+    for key, t in before.items():
+        same(weights[key], t, key)
+    assert bool(states) == (name in ("fp8-delayed", "nvfp4"))
+    assert weights.keys() | states.keys() == net.state_dict().keys() and not weights.keys() & states.keys()
+
+    other = dt.convert(
+        torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)), NAMED[name], verbose=False
+    )
+    assert not other.load_state_dict(states, strict=False).unexpected_keys
+    for key, t in dt.plain_state_dict(other, "states").items():
+        same(t, states[key], key)
+
+
+def test_parts_are_checked():
+    with pytest.raises(TypeError, match="plain_state_dict: parts='weights' needs the module, got dict, whose keys"):
+        dt.plain_state_dict({}, "weights")
+    with pytest.raises(
+        ValueError, match="plain_state_dict: parts must be one of 'all', 'weights', 'states', got False"
+    ):
+        dt.plain_state_dict(torch.nn.Linear(2, 2), False)  # type: ignore[arg-type]

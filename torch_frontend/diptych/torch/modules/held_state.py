@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from diptych.common.errors import CheckpointError, CheckpointWarning
+from diptych.common.errors import ArgumentError, CheckpointError, CheckpointWarning
 from diptych.common.ops import shapes
 from diptych.torch.modules.quantized_parameter import QuantizedParameter, fits
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe
@@ -36,21 +36,35 @@ _NAMES = {
 }
 COMPANIONS = tuple([suffix for suffix in (*_NAMES.values(), "_scale") if suffix])
 """The ends of the names of what stands beside a payload."""
+_PARTS = ("all", "weights", "states")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def plain_state_dict(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+def plain_state_dict(
+    model: nn.Module | Mapping[str, Any], parts: Literal["all", "weights", "states"] = "all"
+) -> dict[str, Any]:
     """A state dict without quantized tensors, such as safetensors and other tools take; this module's docstring has the
     names. Loaded into a model that holds its weights by the same quantizers it gives the same bits; into one in high
     precision, the dequantized values.
 
-    **Arguments:** `model`: a module, or its state dict. **Returns:** tensors that share memory with the model's.
+    **Arguments:** `model`: a module, or its state dict. `parts`: "weights" leaves out the states of delayed scaling and
+    of random generators: a model that holds no weight quantized then has the entries that it had before `convert`.
+    "states" returns these states alone, for files beside those of a trainer that saves some of the weights only;
+    `model.load_state_dict(states, strict=False)` reads them. Both need the module.
 
-    **Raises:** ValueError where two entries would get one name.
+    **Returns:** tensors that share memory with the model's.
+
+    **Raises:** ValueError where two entries would get one name, or for other `parts`; ArgumentError, a TypeError, for
+    "weights" or "states" of a state dict.
     """
+    if parts not in _PARTS:
+        raise ValueError(f"plain_state_dict: parts must be one of {', '.join(map(repr, _PARTS))}, got {parts!r}")
     entries: dict[str, Any] = {}
     state = model.state_dict() if isinstance(model, nn.Module) else model
+    if parts != "all":
+        of_states = _state_prefixes(model, parts)
+        state = {key: t for key, t in state.items() if key.startswith(of_states) == (parts == "states")}
     for key, t in state.items():
         made = {key: t}
         if isinstance(t, QuantizedTensorBase):
@@ -62,6 +76,19 @@ def plain_state_dict(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"plain_state_dict: {sorted(twice)[0]!r} names both a tensor and a part of {key!r}")
         entries.update(made)
     return entries
+
+
+def _state_prefixes(model: Any, parts: str) -> tuple[str, ...]:
+    """Returns the beginnings of the keys under which a model's state dict has its modules' states."""
+    from diptych.torch.modules.stateful import StatefulModule  # which imports this module
+
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"plain_state_dict: parts={parts!r} needs the module, got {type(model).__name__}, whose keys alone do not "
+            "tell which buffers are states; pass the model"
+        )
+    paths = [f"{name}." if name else "" for name, m in model.named_modules() if isinstance(m, StatefulModule)]
+    return tuple([path + state for path in paths for state in ("scale_states.", "rng_state")])
 
 
 def read_weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any) -> Any:
