@@ -11,6 +11,7 @@ from diptych.common.quantizers import MXFP8Quantizer, NVFP4Quantizer
 from diptych.common.recipes import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
 
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()
+FP4 = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
 NOISY = CustomRecipe(lambda role: NVFP4Quantizer(stochastic_rounding=True))
 F32 = "float32"
 
@@ -75,6 +76,8 @@ LAYERS = [case._replace(panels=True) for case in (
            r"{linear}: {input} \[..., K\] and {weight} \[N, K\] do not fit: \[\] and \[48, 64\]$"),
     Misuse("a layer's stack", _linear(weight=(2, 48, 64)), ShapeError,
            r"{linear}: {input} \[..., K\] and {weight} \[N, K\] do not fit: \[32, 64\] and \[2, 48, 64\]$"),
+    Misuse("a layer's blocks", _linear((32, 72), (48, 72), recipe=FP4), ShapeError,
+           r"{linear}: quantize \(nvfp4\): the last extent of a \[32, 72\] tensor must be a multiple of 16: pad .*"),
     Misuse("a layer's bias", _linear(bias=(47,)), ShapeError,
            r"{linear}: bias must be \[48\] for {weight} \[48, 64\], got \[47\]$"),
     Misuse("a layer's bias in two dimensions", _linear(bias=(1, 48)), ShapeError,

@@ -263,3 +263,19 @@ def test_second_derivatives_say_what_is_defined():
     for f in (jax.grad(gradient), jax.jit(jax.grad(gradient))):
         with pytest.raises(UnsupportedError, match=r"neither second derivatives nor forward mode.*recipe=None"):
             f(x)
+
+
+@pytest.mark.kept
+def test_nvfp4_says_what_to_do_about_rows_and_dtypes():
+    """Inference quantizes along rows alone, and takes any number of them."""
+    kernel, x = jnp.ones((32, 32)), jnp.ones((2, 9, 32))
+    plain = common.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+
+    def loss(kernel, x, recipe):
+        return dj.dense(x, kernel, recipe=recipe, rng=dj.rng_state(0), name="up").sum()
+
+    assert dj.dense(x, kernel, recipe=plain).shape == x.shape
+    with pytest.raises(ValueError, match=r"dense 'up': .* rows of a \[2, 9, 32\] tensor must be a multiple of 16: pad"):
+        jax.grad(loss)(kernel, x, plain)
+    with pytest.raises(TypeError, match=r"dense 'up': .* bfloat16 alone, got float32\[2, 16, 32\]: train in bfloat16"):
+        jax.grad(loss)(kernel, jnp.ones((2, 16, 32)), common.NVFP4BlockScaling())

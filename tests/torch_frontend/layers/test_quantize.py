@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import diptych.torch as dt
-from diptych.common import CustomRecipe, Float8CurrentScalingQuantizer, Float8Quantizer, QuantizerRole
+from diptych.common import (
+    CustomRecipe,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    NVFP4BlockScaling,
+    QuantizerRole,
+)
 from diptych.common.layers.plan import linear_plan
 from diptych.core import reset_calls
 from torch_frontend import composed, grouped
@@ -170,3 +176,21 @@ def test_held_weights_have_no_original(name):
     plain.load_state_dict(model.state_dict())
     x = layers.x_for(NAMED[name], 16)
     layers.same_step(layers.run(model, model, x, NAMED[name]), layers.run(plain, plain, x, NAMED[name]))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_nvfp4_says_what_to_do_about_rows_and_dtypes(compiled):
+    """The message names the layer. Inference quantizes along rows alone, and takes any number of them."""
+    cases = (
+        (True, (2, 9, 32), ValueError, r"linear '0': .* rows of a \[2, 9, 32\] tensor must be a multiple of 16: pad"),
+        (False, (2, 16, 32), TypeError, r"linear '0': .* bfloat16 alone, got float32\[2, 16, 32\]: train in"),
+    )
+    for plain, shape, error, message in cases:
+        recipe = NVFP4BlockScaling(disable_rht=plain)
+        net = dt.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe, verbose=False)
+        run = torch.compile(net, backend="aot_eager", dynamic=False) if compiled else net
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError if compiled else error, match=message):
+            run(torch.ones(shape))
+        if plain:
+            with torch.no_grad():
+                assert run(torch.ones(shape)).shape == shape

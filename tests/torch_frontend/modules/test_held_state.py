@@ -262,7 +262,7 @@ def test_distributed_checkpoints(tmp_path, kind):
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_states_are_left_out_or_alone(name):
     """Without states, the entries of the model before `convert` remain; a buffer of the same name elsewhere is none."""
-    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    net, other = (torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)) for _ in range(2))
     net.register_buffer("rng_state", torch.zeros(1))
     before = net.state_dict()
     dt.convert(net, NAMED[name], verbose=False)

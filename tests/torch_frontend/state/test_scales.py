@@ -352,6 +352,24 @@ def test_states_that_are_loaded_after_a_recipe_without_states():
     assert found == [{}, {}]
 
 
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "compiled"])
+def test_a_dict_of_other_modules_leaves_states(graphed):
+    """Trainers load adapters alone, or one part of a model after another."""
+    net = torch.nn.Sequential(layers.layer(), torch.nn.Linear(4, 4))
+    dt.prepare(net, DelayedScaling(amax_history_len=4))
+    run = torch.compile(net[0], backend="aot_eager") if graphed else net[0]
+    for scale in (1.0, 2.0):
+        with dt.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            run(normal("x", (4, 96)) * scale).sum().backward()
+    saved = _states(net[0])
+    net.load_state_dict({f"1.{key}": t for key, t in net[1].state_dict().items()}, strict=False)
+    assert _states(net[0]).keys() == saved.keys()
+    for key, t in saved.items():
+        same(_states(net[0])[key], t, key)
+    net.load_state_dict({"0.weight": net[0].weight}, strict=False)  # its weights without states: these start anew
+    assert _states(net[0])["scale_states.input.scale"] == 1.0
+
+
 def test_margin_and_algorithm_change_without_a_rebuild():
     layer, x = layers.layer(), normal("x", (4, 96))
     _step(layer, x)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.layers.groups import rotates_rows
 from diptych.common.layers.plan import LinearPlan
 from diptych.common.layers.schedule import Call
-from diptych.common.quantizers import Quantizer
+from diptych.common.ops.shapes import quantize_constraints
+from diptych.common.quantizers import RHT, Quantizer
 from diptych.common.recipes import Recipe
 
 
@@ -98,6 +99,27 @@ def require_whole_rotations(
         f"{names.op}: {type(recipe).__name__} rotates 16 rows at a time for the {names.weight}s' gradients, so that "
         f"groups must begin at multiples of 16; {remedy}"
     )
+
+
+def require_quantizable(op: str, name: str, shape: tuple[Any, ...], dtype: str, quantizer: Quantizer) -> None:
+    """**Raises** ShapeError or DTypeError, with a remedy, if a layer's quantizer does not take a tensor of such a shape
+    or dtype: packed formats take whole blocks, and the Hadamard transform bfloat16. `name`: the layer's, or empty.
+    Extents that are not ints, such as a compiler's symbols, are left to the op's own checks."""
+    layer = f"{op} {name!r}" if name else op
+    if quantizer.spec.flags & RHT and dtype != "bfloat16":
+        raise DTypeError(
+            f"{layer}: the Hadamard transform of {type(quantizer).__name__} takes bfloat16 alone, got "
+            f"{dtype}{list(shape)}: train in bfloat16 or in bfloat16 autocast, or by a recipe with disable_rht=True"
+        )
+    if not all([isinstance(n, int) for n in shape]):
+        return
+    for constraint in quantize_constraints(shape, quantizer):
+        if constraint.lhs != constraint.rhs:
+            raise ShapeError(
+                f"{layer}: {constraint.message}: pad sequences or choose batches so that their product is such a "
+                "multiple, leave the layer out (convert's filter), or train it by a recipe of FP8 or MXFP8, which take "
+                "any extents"
+            )
 
 
 def missing_rng(op: str, quantizer: Quantizer) -> ArgumentError:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diptych.common.layers.checks import missing_rng
+from diptych.common.layers.checks import missing_rng, require_quantizable
 from diptych.common.layers.schedule import OFFSETS as OFFSETS
 from diptych.common.layers.schedule import Call
 from diptych.jax.functional import quantize as quantize_verbs
@@ -78,6 +78,8 @@ def quantize_operand(
             q, summed = x.quantize(call.quantizer, as_bytes=True, column_sum=dtype if total is None else "", **given)
             total = summed if total is None else total
         else:
+            if call.quantizer.format.pack > 1 and quantize is quantize_verbs.quantize:
+                require_quantizable(options.op, options.name, x.shape, x.dtype.name, call.quantizer)
             q = quantize(x, call.quantizer, as_bytes=True, **given)
         if call.state and q.amax is not None:
             amaxes.setdefault(call.state, []).append(q.amax)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.common.layers.checks import Names, missing_rng, require_stackable
+from diptych.common.layers.checks import Names, missing_rng, require_quantizable, require_stackable
 from diptych.common.layers.plan import TensorPlan
 from diptych.common.layers.schedule import OFFSETS, Call, late_states
 from diptych.common.ops.shapes import rows_cols
@@ -22,6 +22,7 @@ from diptych.torch.layers.options import Options
 from diptych.torch.layers.tensor_parallel import placed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.checks import dtype_name
 from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.private.autograd import backward_pass
 from diptych.torch.private.dispatch import jit_traces
@@ -60,6 +61,8 @@ def encode(
     those of the states. `amax`: the amax that tensorwise formats use; None lets them compute it."""
     rowwise = columnwise = found = None
     for call in calls:
+        if call.quantizer.format.pack > 1:
+            require_quantizable(options.module, options.name, tuple(t.shape), dtype_name(t.dtype), call.quantizer)
         if call.plain and amax is not None and has_one_amax(call):
             buffers = quantize_ops.quantize_again(t, call.quantizer, amax)
         elif call.plain and (options.group is None or not call.reducible):

@@ -240,7 +240,8 @@ class StatefulModule(nn.Module):
                 f"{prefix}rng_state must be int32 [4], seed and offset of a generator, got {rng.dtype}{list(rng.shape)}"
             )
         if not tree:
-            self._modules.pop("scale_states", None)
+            if keys_below(state_dict, prefix):  # else it says nothing of this module: adapters alone, another part
+                self._modules.pop("scale_states", None)
         elif "scale_states" not in self._modules:
             self._modules["scale_states"] = ScaleStates(None, device)
         if rng is not None and "rng_state" not in self._buffers:

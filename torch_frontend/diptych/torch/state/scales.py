@@ -396,9 +396,10 @@ class ScaleStates(_Float32):
                     self.plan = None  # the next recipe must check the loaded states, even if it used the former ones
                 else:
                     self._modules[name] = ScaleStates(None, device)
-        for name in [n for n in self._modules if n not in tree]:
-            del self._modules[name]
-        forget(self.recorded())
+        if tree:  # else the dict says nothing of these states
+            for name in [n for n in self._modules if n not in tree]:
+                del self._modules[name]
+            forget(self.recorded())
         self.view = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
