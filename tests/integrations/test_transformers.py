@@ -144,7 +144,7 @@ def test_saved_models_keep_states(tmp_path):
 
 
 def test_saved_models_leave_states_out(tmp_path):
-    """What is published then is what the model had before it was converted."""
+    """The file then has the entries of the model before it was converted."""
     model = stepped()
     model.save_pretrained(tmp_path, state_dict=dt.plain_state_dict(model, "weights"))
     assert not [key for key in load_file(tmp_path / "model.safetensors") if "scale_states" in key]

@@ -80,15 +80,13 @@ def plain_state_dict(
 
 def _state_prefixes(model: Any, parts: str) -> tuple[str, ...]:
     """Returns the beginnings of the keys under which a model's state dict has its modules' states."""
-    from diptych.torch.modules.stateful import StatefulModule  # which imports this module
-
     if not isinstance(model, nn.Module):
         raise ArgumentError(
             f"plain_state_dict: parts={parts!r} needs the module, got {type(model).__name__}, whose keys alone do not "
             "tell which buffers are states; pass the model"
         )
-    paths = [f"{name}." if name else "" for name, m in model.named_modules() if isinstance(m, StatefulModule)]
-    return tuple([path + state for path in paths for state in ("scale_states.", "rng_state")])
+    modules = [(f"{name}." if name else "", m) for name, m in model.named_modules()]
+    return tuple([path + state for path, m in modules for state in getattr(m, "state_prefixes", ())])
 
 
 def read_weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any) -> Any:

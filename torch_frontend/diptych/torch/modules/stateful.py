@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ class StatefulModule(nn.Module):
     layers: tuple[str, ...] = ("",)
     name: str = ""
     recipe: Recipe | None = None
+    state_prefixes: ClassVar[tuple[str, ...]] = ("scale_states.", "rng_state")  # of the states' keys in a state dict
     _role_name: Callable[[str], str]
     _prepared_for: Recipe | None = None
     _caches: Any = None
