@@ -239,3 +239,20 @@ def test_a_hugging_face_llama_trains(name, tied):
         m.eval()
     with torch.no_grad(), dt.autocast(recipe=NAMED[name]):
         same(other(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_tables_of_positions_are_no_stacks():
+    """Tokens and positions [1, N, K] are added to a batch, so nothing is said of them."""
+
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cls_token, self.pos_embed = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 4, 16))
+            self.head = nn.Linear(16, 16)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dt.ConvertWarning)
+        _, report = dt.convert(Vision(), verbose=False, return_report=True)
+    assert [(m.name, m.converted, m.why) for m in report.modules] == [
+        ("", False, "no layer that convert knows"), ("head", True, "")
+    ]  # fmt: skip

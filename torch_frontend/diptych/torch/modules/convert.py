@@ -221,10 +221,17 @@ def offer(module: nn.Module, skipped: set[int]) -> tuple[Callable[[Any], str] | 
         return (None, why) if why else (_become_linear, "")
     if is_transposed_linear(module):
         return _become_transposed, ""
-    if type(module).__module__.startswith("torch.") or not any([p.dim() == 3 for p in own_parameters(module)]):
+    if type(module).__module__.startswith("torch.") or not _holds_stacks(module):
         return None, ""
     why = departs_from_experts(module)
     return (None, why) if why else (become_experts, "")
+
+
+def _holds_stacks(module: nn.Module) -> bool:
+    """Returns whether a module itself holds a stack of matrices. A parameter [1, N, K] is a table that is added to a
+    batch, such as a vision transformer's positions, unless it has the name of an expert's weight."""
+    expert = getattr(module, "gate_up_proj", None)
+    return any([p.dim() == 3 and (len(p) > 1 or p is expert) for p in own_parameters(module)])
 
 
 def _departs(module: nn.Linear) -> str:
