@@ -35,6 +35,7 @@ LAB_FACE = "lab.py"  # a panel's only file that imports from the lab: it re-expo
 ROOMS = {
     "torch": (
         "private", "primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed",
+        "integrations",
     ),
     "jax": ("private", "primitives", "tensors", "jaxprs", "functional", "state", "layers", "sharding", "modules"),
 }  # fmt: skip
@@ -63,6 +64,7 @@ UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them into jaxprs by itself",
     "jaxprs": "JAX's traced functions are evaluated again, equation by equation; torch's captures hook eager calls",
     "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
+    "integrations": "trainers of other projects that need glue; loops of optax and orbax need none",
     "sharding": "XLA partitions JAX's primitives by rules; torch's layers call collectives themselves",
     "modules": "torch's modules hold parameters and buffers; JAX's are those of flax and equinox, by framework",
 }
@@ -229,7 +231,8 @@ def python_arrows(root: Path) -> list[str]:
 def _may_import(package: str, file: str, parts: Sequence[str]) -> bool:
     """Returns whether a package's file may import a module, given by the parts of its name."""
     if parts[0] != "diptych":
-        return parts[0] in sys.stdlib_module_names or parts[0] in THIRD_PARTY[package]
+        glue = file == f"integrations/{parts[0]}.py"  # for the project whose name the file has
+        return parts[0] in sys.stdlib_module_names or parts[0] in THIRD_PARTY[package] or glue
     target = _package(parts[1:])
     face = package in ROOMS and file == LAB_FACE and target == f"lab.{package}"
     return target == package or target in ARROWS[package] or face

@@ -14,18 +14,19 @@ from safetensors.torch import load_file
 
 import diptych.torch as dt
 from diptych.common import RECIPES
-from integrations.tiny import RECIPE_NAMES, differs, require_quantized, same, values
+from integrations.tiny import differs, require_quantized, same, values
 
-LAYERS = 47
+NAMES = ("fp8-delayed", "mxfp8", "nvfp4")
+LAYERS = 35
 NOISE = DDPMScheduler(num_train_timesteps=100)
 
 
 def plain() -> Any:
     torch.manual_seed(0)
     return UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(32,), layers_per_block=1,
+        sample_size=4, in_channels=4, out_channels=4, block_out_channels=(32,), layers_per_block=1,
         down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",), cross_attention_dim=32,
-        attention_head_dim=8, norm_num_groups=8,
+        attention_head_dim=8, norm_num_groups=8, mid_block_type=None,
     )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def predict(model: Any, i: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the noise that a model predicts for batch i, and the true one. 16 images, whose rows every recipe takes,
     in the layers of the time steps too."""
     g = torch.Generator().manual_seed(i)
-    clean, noise = (torch.randn(16, 4, 8, 8, generator=g) for _ in range(2))
+    clean, noise = (torch.randn(16, 4, 4, 4, generator=g) for _ in range(2))
     context, times = torch.randn(16, 4, 32, generator=g), torch.randint(0, 100, (16,), generator=g)
     noisy: Any = NOISE.add_noise(clean, noise, times)  # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
@@ -57,9 +58,10 @@ def trained(name: str, folder: Path, resume: bool = False, checkpointing: bool =
     if resume:
         for part, t in torch.load(folder / "two.pt").items():
             {"model": model, "optimizer": optimizer, "ema": ema}[part].load_state_dict(t)
-    run = model if backend is None else torch.compile(model, backend=backend)
+    if backend is not None:
+        model.down_blocks[0].attentions[0].transformer_blocks[0].compile(backend=backend)
     for i in range(2 * resume, 4):
-        got, noise = predict(run, i)
+        got, noise = predict(model, i)
         torch.nn.functional.mse_loss(got.float(), noise).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -70,7 +72,7 @@ def trained(name: str, folder: Path, resume: bool = False, checkpointing: bool =
     return model, optimizer, ema
 
 
-@pytest.mark.parametrize("name", RECIPE_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_resume(tmp_path, name):
     whole, optimizer, ema = trained(name, tmp_path)
     require_quantized(whole, RECIPES[name], LAYERS)
@@ -88,9 +90,10 @@ def test_checkpointing_changes_no_bit(tmp_path, name):
 
 
 def test_compiled(tmp_path):
+    """One block of attention, compiled in its place, has the bits of eager code."""
     whole, _, _ = trained("fp8-delayed", tmp_path)
     again, _, _ = trained("fp8-delayed", tmp_path, resume=True, backend="aot_eager")
-    assert all(layer.compiled for layer in dt.report(again).quantized)
+    assert sum(layer.compiled for layer in dt.report(again).quantized) == 10
     same(values(again), values(whole))
 
 

@@ -29,6 +29,8 @@ except ImportError as missing:
         f"diptych.torch.integrations.torchtitan needs torchtitan 0.3 or newer ({missing}): pip install torchtitan"
     ) from missing
 
+__all__ = ["LinearConverter", "QuantizedLinear"]
+
 
 class QuantizedLinear(Linear, Module):
     """A `diptych.torch.Linear` in torchtitan's protocol. Its states are made with torchtitan's other buffers."""
