@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from diptych.common import te
 from diptych.common.formats import FORMATS, FormatRow, find_format
 from diptych.common.value import Value, check_types, field_names
 
@@ -46,9 +47,12 @@ def copy_format_id(spec: QuantSpec, columnwise: bool) -> int:
     return SQUARE_OF[spec.format_id] if columnwise and spec.flags & FROM_ROWS else spec.format_id
 
 
+@te.takes(module_type=lambda _, kind: {"module": kind}, tensor_type=lambda _, tensor: {"tensor": tensor})
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizerRole(Value):
     """The use of a tensor for which a recipe chooses a quantizer.
+
+    TransformerEngine's names are taken too: `module_type` for `module`, `tensor_type` for `tensor`.
 
     **Arguments:** `module`: the kind of module, such as "linear". `tensor`: "input", "weight" or "grad_output", the
     operands of its products; "output", "grad_input" or "grad_weight", their results. `gemm`: the product that reads or
@@ -70,6 +74,8 @@ class QuantizerRole(Value):
         "wgrad": ("grad_output", "input", "grad_weight"),
     }
 
+    FUSED: ClassVar[tuple[str, ...]] = ("layernorm_linear", "layernorm_mlp")  # modules around linear layers
+
     def __post_init__(self) -> None:
         check_types(self)
         if self.tensor not in self.OPERANDS + self.RESULTS:
@@ -81,8 +87,9 @@ class QuantizerRole(Value):
 
     @property
     def module_type(self) -> str:
-        """`module`, by TransformerEngine's name."""
-        return self.module
+        """The kind of the product's layer: "linear" in modules that fuse a linear layer with others too, as in
+        TransformerEngine; `module` for other modules."""
+        return "linear" if self.module in self.FUSED else self.module
 
     @property
     def tensor_type(self) -> str:

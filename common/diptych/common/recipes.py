@@ -102,6 +102,7 @@ def _override(_: str, value: Any) -> dict[str, Any]:
     return {} if value is None else {"backward_override": value}
 
 
+_FOUR_OVER_SIX = "diptych has no 4-over-6 scaling of NVFP4"
 _NO_ATTENTION = te.only(False, "diptych has no attention in low precision")
 _TE = {"fp8_dpa": _NO_ATTENTION, "fp8_mha": _NO_ATTENTION, "backward_override": _override}
 
@@ -113,7 +114,8 @@ class Recipe(Value):
     The recipes of this module take TransformerEngine's arguments too. These set equivalent fields: `use_f32_scales`,
     `use_power_2_scales`, `fp4_quant_fwd_inp`, `fp4_quant_fwd_weight`, `fp4_quant_bwd_grad`, `backward_override=None`.
     These are accepted with one value only: `fp8_dpa`, `fp8_mha`, `reduce_amax`, `scaling_factor_compute_algo`, `margin`
-    of MXFP8, `fp4_format` and `fp8_format` of NVFP4.
+    of MXFP8, `fp4_format`, `fp8_format` and `nvfp4_4over6*` of NVFP4, `fp8_format` and `quantization_alignment` of
+    CustomRecipe.
 
     **Arguments:** `fp8_gemm_fprop`, `fp8_gemm_dgrad`, `fp8_gemm_wgrad`: accumulation of the three products.
     `backward_override`: "high_precision" computes dgrad and wgrad on the original tensors, "dequantized" on the
@@ -364,6 +366,9 @@ class MXFP8BlockScaling(Recipe):
     **_TE,
     fp4_format=te.only(Format.E2M1, "NVFP4's elements are E2M1"),
     fp8_format=te.only(Format.E4M3, "NVFP4's block scales are E4M3"),
+    nvfp4_4over6=te.only("none", _FOUR_OVER_SIX),
+    nvfp4_4over6_e4m3_use_256=te.only("all", _FOUR_OVER_SIX),
+    nvfp4_4over6_err_mode=te.only("MAE", _FOUR_OVER_SIX),
     fp4_quant_fwd_inp=_nvfp4_flags(random_hadamard_transform="disable_rht"),
     fp4_quant_fwd_weight=_nvfp4_flags(fp4_2d_quantization="disable_2d_quantization"),
     fp4_quant_bwd_grad=_nvfp4_flags(
@@ -401,7 +406,11 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@te.takes(**_TE)
+@te.takes(
+    **_TE,
+    fp8_format=te.only(Format.HYBRID, "the quantizers that qfactory returns name their elements"),
+    quantization_alignment=te.only(128, "row_align(recipe) gives the rows to which groups are padded"),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomRecipe(Recipe):
     """Any quantizer for any role.

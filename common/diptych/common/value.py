@@ -44,6 +44,28 @@ class ValueMeta(type):
         )
         return cls
 
+    def __setattr__(cls, name: str, held: Any) -> None:
+        # Each frozen dataclass is given a `__setattr__` of its own, whose error does not say what to do instead.
+        super().__setattr__(name, _telling(held) if name == "__setattr__" else held)
+
+
+def _telling(assign: Any) -> Any:
+    """Wraps the `__setattr__` of a frozen dataclass: its error says how to change a value."""
+
+    @functools.wraps(assign)
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        try:
+            assign(self, name, value)
+        except dataclasses.FrozenInstanceError:
+            kind, fields = type(self).__name__, getattr(self, "__dataclass_fields__", {})
+            change = f"make a changed one, dataclasses.replace(it, {name}=...)"
+            raise dataclasses.FrozenInstanceError(
+                f"{kind}.{name} cannot be assigned: a {kind} is a value, which plans and graphs share; "
+                + (change if name in fields else f"pass {name} to the constructor")
+            ) from None
+
+    return __setattr__
+
 
 def _equal(self: Any, other: Any) -> bool:
     if self is other:

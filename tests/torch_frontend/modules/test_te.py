@@ -15,6 +15,7 @@ import torch
 import diptych.torch as dt
 from diptych.common import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole, te_arguments
 from diptych.common.errors import CheckpointError, IgnoredArgumentWarning, UnsupportedError
+from diptych.common.te_signatures import REQUIRED, SIGNATURES
 
 MODULES = {
     "Linear": (dt.Linear, (64, 32), ()),
@@ -43,6 +44,7 @@ def test_constructor_arguments(name):
         "parallel_mode": None,
         "ub_bulk_dgrad": False,
     }
+    nothing = {argument: value for argument, value in nothing.items() if argument in SIGNATURES[name]}
     m = cls(*sizes, params_dtype=torch.bfloat16, init_method=fill, return_bias=True, name=None, **nothing)
     assert {p.dtype for p in m.parameters()} == {torch.bfloat16} and m.name == ""
     first = weights_of(m)[0]

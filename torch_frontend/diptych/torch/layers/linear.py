@@ -126,9 +126,18 @@ def _backward(
         made["x"] = dx.finish()
     if "bias" in now:
         assert a.bias is not None
-        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, ROW)
+        made["bias"] = sum_over_tokens(_bias_gradient(dy, a.bias.dtype, s), cut, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(now)]
+
+
+def _bias_gradient(dy: Tensor, dtype: torch.dtype, s: Schedule) -> Tensor:
+    """Returns the bias's gradient. In a layer without any quantizer it has the bits of nn.Linear's, which torch sums in
+    an order of its own, so that options about the weight's gradient do not change it."""
+    plan = s.plan
+    if any([q is not None for t in (plan.input, plan.weight, plan.grad_output) for q in t[:2]]):
+        return gemm_ops.bias_grad(dy, dtype)
+    return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
 
 
 def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.layer_options import Originals, WeightGradientOptions
 from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.recipes import Recipe
@@ -42,6 +43,9 @@ class GroupedLinear(QuantizedModule):
     has `weight0`, `bias0`, ... as TransformerEngine's GroupedLinear has them is loaded too: they are stacked. The
     module kind of roles is "grouped_linear". The input is quantized whole; each weight has scales of its own, except
     under delayed scaling: there is one state "weight", whose scale all of them share and whose amax is over all.
+
+    `weight0`, `weight1`, ..., `bias0`, ... show the parts of each of G as leaf tensors that share the memory of the
+    stack, of its `grad` and of its `main_grad`; each access makes them anew. Optimizers get the stacks.
 
     Inside of `quantized_model_init` the weight is held as a `QuantizedStack`, each of G with scales of its own.
 
@@ -92,6 +96,21 @@ class GroupedLinear(QuantizedModule):
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
         self._make_initial_states()
 
+    def __getattr__(self, name: str) -> Any:
+        part = _PART.fullmatch(name)
+        stack = self._parameters.get(part[1]) if part else None
+        if part is None or stack is None or int(part[2]) >= self.num_gemms:
+            return super().__getattr__(name)
+        return _part(stack, int(part[2]))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _PART.fullmatch(name):
+            raise UnsupportedError(
+                f"GroupedLinear.{name} cannot be assigned: the {name.rstrip('0123456789')}s of all groups are one "
+                f"parameter; write into it, `with torch.no_grad(): layer.{name}.copy_(value)`"
+            )
+        super().__setattr__(name, value)
+
     def reset_parameters(self) -> None:
         """Makes each of the G layers anew as nn.Linear, or by the `init_method`, which leaves biases at zero."""
         if self.init_method is not None:
@@ -134,7 +153,7 @@ class GroupedLinear(QuantizedModule):
         **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, ValueError for a later microbatch
         without a first one; CheckpointError if loaded states are another recipe's.
         """
-        absorb("GroupedLinear", {"out": out, "dgrad_out": dgrad_out})
+        absorb("GroupedLinear", {"out": out, "dgrad_out": dgrad_out}, of="GroupedLinear.forward")
         groups: Any = {"offsets": offsets, "row_map": row_map, "align": align}
         if not isinstance(inp, Tensor):
             given = {k: v for k, v in groups.items() if k != "align" or v != 1}
@@ -188,6 +207,28 @@ class GroupedLinear(QuantizedModule):
     def extra_repr(self) -> str:
         sizes = f"{self.num_gemms}, {self.in_features}, {self.out_features}"
         return f"{sizes}, bias={self.bias is not None}{self._repr_recipe()}"
+
+
+_PART = re.compile(r"(weight|bias)(0|[1-9][0-9]*)")  # the names by which the parts of stacks are shown
+
+
+def _part(stack: Tensor, g: int) -> Tensor:
+    """Returns part g of a stack, of its gradient and of its `main_grad`, as a leaf that shares their memory.
+
+    **Raises** NotImplementedError for a stack that is held quantized.
+    """
+    if isinstance(stack, QuantizedTensorBase):
+        raise UnsupportedError(
+            "GroupedLinear: the weight is held quantized, as one stack; `layer.weight.dequantize()[g]` has the values "
+            "of group g"
+        )
+    part = stack.detach()[g].requires_grad_(stack.requires_grad)
+    if stack.grad is not None:
+        part.grad = stack.grad[g]
+    main_grad = getattr(stack, "main_grad", None)
+    if main_grad is not None:
+        part.main_grad = main_grad[g]  # type: ignore[attr-defined]
+    return part
 
 
 def _in_high_precision(offsets: Tensor, weight_grad: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.layer_options import COLUMN, ROW, Originals, TensorParallel, WeightGradientOptions
 from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe
-from diptych.common.te_arguments import module_arguments, one_input, placed
+from diptych.common.te_arguments import absorb, module_arguments, one_input, placed
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
@@ -159,14 +159,16 @@ class LayerNormLinear(NormedModule):
         input: Tensor | None = None,
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
+        fp8_grad: bool = False,
         *,
         inp: Tensor | None = None,
         skip_weight_update: Tensor | None = None,
     ) -> Any:
         """norm(x) @ weight.T + bias.
 
-        **Arguments:** as `Linear`'s forward. **Returns:** [..., N], or a tuple that begins with it: see the class.
+        **Arguments:** as `Linear`'s forward; `fp8_grad` must be False. **Returns:** [..., N], or a tuple that begins with it: see the class.
         """
+        absorb("LayerNormLinear", {"fp8_grad": fp8_grad}, of="LayerNormLinear.forward")
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
         gamma, beta, weight, bias = [self._local(p) for p in parameters]
         if self.return_bias:

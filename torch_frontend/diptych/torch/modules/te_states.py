@@ -9,7 +9,7 @@ TransformerEngine (1.x and 2.x) keeps a pickled dict there, as bytes in a uint8 
     recipe                      a recipe of TransformerEngine's
 
 A pickle can run code. This one is read by an unpickler that makes tensors and containers alone, and empty stand-ins for
-TransformerEngine's own classes. The layout follows TransformerEngine's public source.
+all other names, such as TransformerEngine's recipes and a user's functions in them. The layout follows TransformerEngine's public source.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ _LARGEST = {"fwd": LARGEST["float8_e4m3fn"], "bwd": LARGEST["float8_e5m2"]}
 
 
 class _StandIn:
-    """Stands for an object of a TransformerEngine class whose content is not read."""
+    """Stands for an object of TransformerEngine's or of a user's class, or for a user's function, which are not read.
+    Nothing of theirs runs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
         return object.__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
         pass
 
 
@@ -60,11 +64,7 @@ _KNOWN = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0].startswith("transformer_engine"):
-            return _StandIn
-        if (module, name) not in _KNOWN:
-            raise CheckpointError(f"it names {module}.{name}, which no state of TransformerEngine's modules holds")
-        return _KNOWN[module, name]
+        return _KNOWN.get((module, name), _StandIn)
 
 
 def read(key: str, held: Any) -> dict[str, Any] | None:
@@ -110,6 +110,9 @@ def take_extra_state(module: Any, state_dict: Any, prefix: str) -> None:
     if found is None or "scale_fwd" not in found or any(k.startswith(f"{prefix}scale_states.") for k in state_dict):
         return
     own = layers_of(module)
+    for name in [f"{part}_{way}" for way in WIDTH for part in ("scale", "amax_history")]:
+        if not isinstance(found.get(name), Tensor):
+            raise CheckpointError(f"{key} holds no tensor {name}, but {type(found.get(name)).__name__}")
     for way, width in WIDTH.items():
         scales, history = found[f"scale_{way}"].float(), found[f"amax_history_{way}"].float()
         if scales.numel() != width * len(own) or history.dim() != 2 or history.size(1) != scales.numel():
