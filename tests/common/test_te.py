@@ -50,6 +50,11 @@ def test_arguments_of_all_recipes(cls):
         (Float8BlockScaling(use_f32_scales=False), Float8BlockScaling()),
         (Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_inp=PLAIN), Float8BlockScaling(**F32)),
         (MXFP8BlockScaling(margin=0), MXFP8BlockScaling()),
+        (
+            NVFP4BlockScaling(nvfp4_4over6="none", nvfp4_4over6_e4m3_use_256="all", nvfp4_4over6_err_mode="MAE"),
+            NVFP4BlockScaling(),
+        ),
+        (CustomRecipe(factory, fp8_format=Format.HYBRID, quantization_alignment=128), CustomRecipe(factory)),
         (NVFP4BlockScaling(fp4_format=Format.E2M1, fp8_format=Format.E4M3), NVFP4BlockScaling()),
         (NVFP4BlockScaling(fp4_quant_fwd_weight=PLAIN), NVFP4BlockScaling(disable_2d_quantization=True)),
         (
@@ -68,6 +73,8 @@ def test_what_an_argument_means(given, meant):
         (lambda: DelayedScaling(reduce_amax=True), UnsupportedError, "amax_group"),
         (lambda: DelayedScaling(scaling_factor_compute_algo=max), UnsupportedError, "CustomRecipe"),
         (lambda: MXFP8BlockScaling(margin=1), UnsupportedError, "MXFP8BlockScaling.margin must be 0, got 1"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), UnsupportedError, "no 4-over-6 scaling"),
+        (lambda: CustomRecipe(factory, quantization_alignment=32), UnsupportedError, "row_align"),
         (lambda: NVFP4BlockScaling(fp8_format=Format.E5M2), UnsupportedError, "block scales are E4M3"),
         (lambda: NVFP4BlockScaling(fp4_quant_fwd_inp=True), TypeError, "must be QParams, got bool"),
         (
@@ -113,6 +120,11 @@ def test_largest_values():
 def test_roles_by_both_names():
     role = QuantizerRole(module="mine", tensor="weight")
     assert (role.module_type, role.tensor_type) == ("mine", "weight")
+    assert QuantizerRole(module_type="mine", tensor_type="weight", name="a") == role.replace(name="a")
+    with pytest.raises(ValueError, match="module_type means module='a', and module='b' is given"):
+        QuantizerRole(module_type="a", module="b")
+    fused = {kind: QuantizerRole(module=kind).module_type for kind in ("layernorm_linear", "layernorm_mlp")}
+    assert set(fused.values()) == {"linear"} and QuantizerRole(module="grouped_linear").module_type == "grouped_linear"
 
 
 @pytest.mark.parametrize("cls", BUILT_IN[1:])

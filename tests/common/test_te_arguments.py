@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from diptych.common import ArgumentError, Float8CurrentScaling, UnsupportedError
+from diptych.common import ArgumentError, Float8CurrentScaling, UnsupportedError, te_arguments
 from diptych.common.layer_options import COLUMN, NO_ORIGINALS, Originals, TensorParallel, WeightGradientOptions
-from diptych.common.te_arguments import ModuleArguments, module_arguments, placed
+from diptych.common.te_arguments import ModuleArguments, either, module_arguments, placed
+from diptych.common.te_signatures import SIGNATURES
 
 RECIPE = Float8CurrentScaling()
 REST = {"originals": NO_ORIGINALS, "weight_gradients": WeightGradientOptions(), "init_method": None,
@@ -47,3 +48,14 @@ def test_one_dtype():
     assert placed("Linear", None, "float32", "float32") == placed("Linear", None, "float32", None)
     with pytest.raises(ValueError, match="Linear: dtype=float32 and params_dtype=float16 name the same thing"):
         placed("Linear", None, "float32", "float16")
+
+
+def test_every_reason_is_one_of_an_argument():
+    known = {argument for signature in SIGNATURES.values() for argument in signature}
+    assert te_arguments._WHY.keys() | te_arguments._WITHOUT_EFFECT.keys() <= known
+
+
+def test_two_names_of_one_argument():
+    assert either("f", "a", None, "b", 1) == either("f", "a", 1, "b", None) == either("f", "a", 1, "b", 1) == 1
+    with pytest.raises(ValueError, match="f: a=1 and b=2 name the same thing"):
+        either("f", "a", 1, "b", 2)

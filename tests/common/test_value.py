@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from diptych.common import CustomRecipe, Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer, format_by_name
+from diptych.common import (
+    CustomRecipe,
+    Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Quantizer,
+    format_by_name,
+)
 from diptych.common.value import Value
 
 
@@ -170,3 +177,19 @@ def test_custom_recipes_are_compared_by_their_factory():
     a, b = (CustomRecipe(lambda role: None) for _ in range(2))
     assert a == a and a != b and a.fingerprint != b.fingerprint, "a lambda is known by identity"
     assert rebuilt(a) == a
+
+
+def test_assigning_a_field_says_what_to_do_instead():
+    recipe = Float8CurrentScaling()
+    for value, name, words in (
+        (recipe, "fp8_format", r"dataclasses.replace\(it, fp8_format=...\)"),
+        (recipe.fp8_gemm_fprop, "use_split_accumulator", "MMParams is a value, which plans and graphs share"),
+        (recipe, "use_power_2_scales", "pass use_power_2_scales to the constructor"),
+        (MXFP8Quantizer(), "rowwise", r"dataclasses.replace\(it, rowwise=...\)"),
+    ):
+        before = value.fingerprint
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"{type(value).__name__}.{name} cannot be .*{words}"):
+            setattr(value, name, getattr(value, name, None))
+        assert value.fingerprint == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del recipe.fp8_format

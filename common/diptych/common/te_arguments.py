@@ -92,18 +92,18 @@ def absorb(op: str, given: Mapping[str, Any], stacklevel: int = 3, of: str = "")
     for name, value in given.items():
         if name not in signature:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
-        if name in _WITHOUT_EFFECT:
-            if value is not None and name not in _said:
-                _said.add(name)
-                warnings.warn(
-                    f"{op}: {name}={value!r} has no effect: {_WITHOUT_EFFECT[name]}",
-                    IgnoredArgumentWarning,
-                    stacklevel=stacklevel,
-                )
-            continue
         default = signature[name]
-        if value is not default and (type(value) is not type(default) or value != default):
+        if value is default or (type(value) is type(default) and value == default):
+            continue
+        if name not in _WITHOUT_EFFECT:
             raise UnsupportedError(f"{op}: {name} must be {default!r}, got {value!r}: {_WHY[name]}")
+        if name not in _said:
+            _said.add(name)
+            warnings.warn(
+                f"{op}: {name}={value!r} has no effect: {_WITHOUT_EFFECT[name]}",
+                IgnoredArgumentWarning,
+                stacklevel=stacklevel,
+            )
 
 
 def placed(op: str, device: Any, dtype: Any, params_dtype: Any) -> dict[str, Any]:

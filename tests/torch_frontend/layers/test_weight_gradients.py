@@ -268,3 +268,23 @@ def test_weights_that_are_frozen_before_their_gradients_are_computed(kind):
     module.requires_grad_()
     module.backward_dw()
     assert all(w.grad is not None for w in _weights(module).values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(256, 128), (2, 64, 128), (2, 3, 32, 128)])
+def test_delayed_wgrad_outside_of_regions_changes_no_gradient(shape, dtype):
+    makers = {
+        "Linear": lambda **kw: dt.Linear(128, 512, **kw),
+        "LayerNormLinear": lambda **kw: dt.LayerNormLinear(128, 512, **kw),
+        "LayerNormMLP": lambda **kw: dt.LayerNormMLP(128, 256, **kw),
+    }
+    for kind, make in makers.items():
+        x = torch.randn(shape, dtype=getattr(torch, dtype))
+        now, later = (make(dtype=x.dtype, delay_wgrad_compute=delay) for delay in (False, True))
+        later.load_state_dict(now.state_dict())
+        for module in (now, later):
+            y = module(x)
+            y.backward(torch.sin(torch.arange(y.numel())).view_as(y).to(y.dtype))
+        later.backward_dw()
+        for (name, p), q in zip(now.named_parameters(), later.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), (kind, name)

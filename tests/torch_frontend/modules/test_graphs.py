@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import diptych.torch as dt
-from diptych.common import RECIPES
+from diptych.common import RECIPES, UnsupportedError
 from torch_frontend import layer_cases as layers
 
 MODULES = {
@@ -128,6 +128,35 @@ def test_a_first_call_cannot_be_captured(cuda):
 def test_delayed_wgrad_is_refused():
     with pytest.raises(NotImplementedError, match="delay_wgrad_compute"):
         dt.make_graphed_callables(dt.Linear(16, 16, delay_wgrad_compute=True), (torch.ones(16, 16),))
+
+
+def test_arguments_of_transformer_engine():
+    make, layer, x = dt.make_graphed_callables, dt.Linear(16, 16), (torch.ones(16, 16),)
+    for refused, words in (
+        ({"sample_kwargs": {"a": 1}}, "sample_kwargs must be None"),
+        ({"_order": [1, -1]}, "_order must be None"),
+        ({"fp8_calibrating": True}, "a calibrating region is not captured"),
+        ({"cache_quantized_params": True}, "cache_quantized_params must be False: .*skip_weight_update"),
+        ({"clone_param_grads_on_return": False}, "clone_param_grads_on_return must be True"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"make_graphed_callables: {words}"):
+            make(layer, x, **refused)
+    with pytest.raises(ValueError, match="enabled=True and fp8_enabled=False name the same thing"):
+        make(layer, x, enabled=True, fp8_enabled=False)
+    with pytest.raises(TypeError, match="positional"):
+        make(layer, x, 3, False, None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+        make(layer, x, no_such=1)
+
+
+@pytest.mark.cuda
+def test_earlier_names_of_arguments(cuda):
+    eager, module = pair("Linear", "mxfp8")
+    own = {"fp8_enabled": True, "fp8_recipe": RECIPES["mxfp8"], "sample_kwargs": None, "_order": None}
+    x = inputs("mxfp8")[0]
+    graphed = dt.make_graphed_callables(module, (x,), **own)
+    with dt.autocast(recipe=RECIPES["mxfp8"]):
+        same([graphed(x)], [eager(x)])
 
 
 def test_it_needs_a_gpu_and_says_so():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+import functools
+import inspect
 import io
 import pickle
 import sys
@@ -75,6 +77,8 @@ def test_constructor_arguments(name):
 )
 def test_constructors_refuse(name, argument, error, words):
     cls, sizes, _ = MODULES[name]
+    if error is UnsupportedError and not argument.keys() <= SIGNATURES[name].keys():
+        error, words = TypeError, "unexpected keyword argument"
     with pytest.raises(error, match=f"{name}.*{words}"):
         cls(*sizes, **argument)
 
@@ -102,6 +106,39 @@ def test_what_has_no_effect_says_so_once(monkeypatch):
         warnings.simplefilter("error")
         dt.Linear(16, 16, ub_name="proj")
         dt.Linear(16, 16, ub_name=None)
+
+
+class Other:
+    """A value that no argument has."""
+
+
+@each_module
+def test_what_constructors_do_not_have_is_taken_with_its_default_only(name):
+    cls, sizes, _ = MODULES[name]
+    own, theirs = inspect.signature(cls).parameters, SIGNATURES[name]
+    others = {a: v for a, v in theirs.items() if a not in own}
+    assert others and REQUIRED not in others.values()
+    given = {a: v for a, v in theirs.items() if v is not REQUIRED and a != "device"}
+    assert not cls(*sizes, **given).return_bias, "all defaults together are accepted"
+    for argument, default in others.items():
+        if argument in te_arguments._WITHOUT_EFFECT:
+            continue
+        wrong = not default if isinstance(default, bool) else Other()
+        with pytest.raises(UnsupportedError, match=f"{name}: {argument} must be {default}, got .*: .*[a-z]"):
+            cls(*sizes, **{argument: wrong})
+
+
+@each_module
+def test_forwards_take_the_arguments_there(name):
+    cls, sizes, splits = MODULES[name]
+    module, x = cls(*sizes), torch.randn(32, 64)
+    given = {a: v for a, v in SIGNATURES[f"{name}.forward"].items() if v is not REQUIRED}
+    want = module(x, *splits)
+    assert torch.equal(module(x, *splits, **given), want)
+    assert torch.equal(module(x, *splits, *list(given.values())[: 1 if splits else None]), want), "by position"
+    if name == "LayerNormLinear":
+        with pytest.raises(UnsupportedError, match="LayerNormLinear: fp8_grad must be False"):
+            module(x, fp8_grad=True)
 
 
 def test_inputs_by_both_names():
@@ -320,6 +357,31 @@ def test_states_without_scales(theirs):
     assert dt.te_state_dict(m)["_extra_state"].numel() == 0
 
 
+def amaxes(history, last):
+    raise AssertionError("a function of a checkpoint ran")
+
+
+class Factory:
+    def __init__(self, options):
+        self.options = options
+
+    def __call__(self, role):
+        raise AssertionError("a factory of a checkpoint ran")
+
+
+@pytest.mark.parametrize("own", [amaxes, Factory({"a": 1}), functools.partial(amaxes, last=Factory(2))])
+def test_a_users_functions_and_factories_in_a_recipe_are_not_read(theirs, own):
+    m = dt.Linear(32, 32)
+    recipe = theirs.DelayedScaling(amax_history_len=8)
+    recipe.amax_compute_algo = recipe.qfactory = own
+    without = {"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}}
+    m.load_state_dict({**m.state_dict(), "_extra_state": as_bytes(without)})
+    assert not [k for k in m.state_dict() if "scale_states" in k]
+    state = extra_state(theirs, 1) | {"recipe": recipe}
+    m.load_state_dict({**m.state_dict(), "_extra_state": as_bytes(state)})
+    assert torch.equal(m.state_dict()["scale_states.input.scale"], state["scale_fwd"][:1])
+
+
 class Dangerous:
     def __reduce__(self):
         return print, ("ran",)
@@ -330,7 +392,8 @@ def test_damaged_states_are_refused(theirs, capsys):
     whole = as_bytes(extra_state(theirs, 1))
     other = {**extra_state(theirs, 1), "amax_history_fwd": torch.ones(8)}
     for held, words in (
-        (as_bytes({"a": Dangerous()}), "names builtins.print"),
+        (as_bytes(Dangerous()), "holds _StandIn"),
+        (as_bytes({**extra_state(theirs, 1), "scale_fwd": Dangerous()}), "holds no tensor scale_fwd"),
         (whole[: whole.numel() // 2], "can be read"),
         (as_bytes([1]), "holds list"),
         (torch.zeros(3), "no uint8 tensor"),

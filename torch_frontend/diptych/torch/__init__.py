@@ -36,6 +36,7 @@ from diptych.torch.modules.layernorm_linear import LayerNormLinear
 from diptych.torch.modules.layernorm_mlp import LayerNormMLP
 from diptych.torch.modules.linear import Linear, linear
 from diptych.torch.modules.model_init import quantized_model_init
+from diptych.torch.modules.norms import LayerNorm, RMSNorm
 from diptych.torch.modules.prepare import prepare, seed_rng
 from diptych.torch.modules.prepared_weights import PreparedWeights, prepare_weights
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
@@ -69,6 +70,7 @@ __all__ = [
     "EagerWarning",
     "Group",
     "GroupedLinear",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -77,6 +79,7 @@ __all__ = [
     "QuantizedParameter",
     "QuantizedStack",
     "QuantizedTensor",
+    "RMSNorm",
     "RowMap",
     "RunReport",
     "ScaleStates",

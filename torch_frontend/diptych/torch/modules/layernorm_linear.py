@@ -166,7 +166,8 @@ class LayerNormLinear(NormedModule):
     ) -> Any:
         """norm(x) @ weight.T + bias.
 
-        **Arguments:** as `Linear`'s forward; `fp8_grad` must be False. **Returns:** [..., N], or a tuple that begins with it: see the class.
+        **Arguments:** as `Linear`'s forward; `fp8_grad` must be False. **Returns:** [..., N], or a tuple that begins
+        with it: see the class.
         """
         absorb("LayerNormLinear", {"fp8_grad": fp8_grad}, of="LayerNormLinear.forward")
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)

@@ -163,9 +163,9 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
     `GroupedLinear`'s stacks become `weight0`, `bias0`, ... The state of stochastic rounding has no counterpart and is
     left out. Written by TransformerEngine's public source; no run of TransformerEngine itself has read it.
 
-    TransformerEngine keeps delayed scales in pickles. From version 2.18 on it refuses to load them, with a RuntimeError,
-    unless the environment variable NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is 1 in the process that loads; a model without
-    delayed scales needs nothing.
+    TransformerEngine keeps delayed scales in pickles. From version 2.18 on it refuses to load them with a RuntimeError,
+    unless the environment variable NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is 1 in the process that loads. A model
+    without delayed scales needs nothing.
 
     **Raises** NotImplementedError for a module whose states have no counterpart there.
     """

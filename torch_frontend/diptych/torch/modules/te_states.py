@@ -9,7 +9,8 @@ TransformerEngine (1.x and 2.x) keeps a pickled dict there, as bytes in a uint8 
     recipe                      a recipe of TransformerEngine's
 
 A pickle can run code. This one is read by an unpickler that makes tensors and containers alone, and empty stand-ins for
-all other names, such as TransformerEngine's recipes and a user's functions in them. The layout follows TransformerEngine's public source.
+all other names, such as TransformerEngine's recipes and a user's functions in them. The layout follows
+TransformerEngine's public source.
 """
 
 from __future__ import annotations
