@@ -17,6 +17,7 @@ PACKAGES = {
     "lab": "lab/diptych/lab",
     "core": "core_cuda/diptych/core",
     "torch": "torch_frontend/diptych/torch",
+    "te": "torch_frontend/diptych/te",
     "jax": "jax_frontend/diptych/jax",
     "lab.torch": "lab/diptych/lab/torch",
     "lab.jax": "lab/diptych/lab/jax",
@@ -26,6 +27,7 @@ ARROWS = {
     "core": {"common"},
     "lab": {"common", "core"},
     "torch": {"common", "core"},
+    "te": {"common", "torch"},
     "jax": {"common", "core"},
     "lab.torch": {"common", "core", "lab", "torch"},
     "lab.jax": {"common", "core", "lab", "jax"},
@@ -52,6 +54,7 @@ THIRD_PARTY = {
     "core": {"numpy", "ml_dtypes"},
     "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm", "shtab"},
     "torch": {"torch", "numpy", "ml_dtypes"},
+    "te": {"torch"},
     "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "flax", "equinox"},
     "lab.torch": {"torch", "numpy", "ml_dtypes"},
     "lab.jax": {"jax", "numpy", "optax"},
@@ -99,6 +102,7 @@ UNPAIRED = {
 # Folders of tests: the rooms of their sources, with their base names. Tests of a whole panel are above its rooms.
 TESTS = {
     "torch": "tests/torch_frontend",
+    "te": "tests/te",
     "jax": "tests/jax_frontend",
     "lab.torch": "tests/lab/in_torch",
     "lab.jax": "tests/lab/in_jax",

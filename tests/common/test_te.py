@@ -121,7 +121,7 @@ def test_roles_by_both_names():
     role = QuantizerRole(module="mine", tensor="weight")
     assert (role.module_type, role.tensor_type) == ("mine", "weight")
     assert QuantizerRole(module_type="mine", tensor_type="weight", name="a") == role.replace(name="a")
-    with pytest.raises(ValueError, match="module_type means module='a', and module='b' is given"):
+    with pytest.raises(ValueError, match="'b' and 'a' are given for one thing"):
         QuantizerRole(module_type="a", module="b")
     fused = {kind: QuantizerRole(module=kind).module_type for kind in ("layernorm_linear", "layernorm_mlp")}
     assert set(fused.values()) == {"linear"} and QuantizerRole(module="grouped_linear").module_type == "grouped_linear"

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from diptych.common import te
 from diptych.common.formats import FORMATS, FormatRow, find_format
 from diptych.common.value import Value, check_types, field_names
 
@@ -47,8 +46,7 @@ def copy_format_id(spec: QuantSpec, columnwise: bool) -> int:
     return SQUARE_OF[spec.format_id] if columnwise and spec.flags & FROM_ROWS else spec.format_id
 
 
-@te.takes(module_type=lambda _, kind: {"module": kind}, tensor_type=lambda _, tensor: {"tensor": tensor})
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class QuantizerRole(Value):
     """The use of a tensor for which a recipe chooses a quantizer.
 
@@ -76,7 +74,23 @@ class QuantizerRole(Value):
 
     FUSED: ClassVar[tuple[str, ...]] = ("layernorm_linear", "layernorm_mlp")  # modules around linear layers
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        module: str | None = None,
+        tensor: str | None = None,
+        gemm: str = "",
+        name: str = "",
+        *,
+        module_type: str | None = None,
+        tensor_type: str | None = None,
+    ) -> None:
+        for own, theirs in ((module, module_type), (tensor, tensor_type)):
+            if own is not None and theirs is not None and own != theirs:
+                raise ValueError(f"QuantizerRole: {own!r} and {theirs!r} are given for one thing by its two names")
+        module, tensor = module_type if module is None else module, tensor_type if tensor is None else tensor
+        given = ("" if module is None else module, "input" if tensor is None else tensor, gemm, name)
+        for field, value in zip(field_names(QuantizerRole), given, strict=True):
+            object.__setattr__(self, field, value)
         check_types(self)
         if self.tensor not in self.OPERANDS + self.RESULTS:
             raise ValueError(f"QuantizerRole.tensor must be one of {self.OPERANDS + self.RESULTS}, got {self.tensor!r}")

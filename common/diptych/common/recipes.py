@@ -113,9 +113,7 @@ class Recipe(Value):
 
     The recipes of this module take TransformerEngine's arguments too. These set equivalent fields: `use_f32_scales`,
     `use_power_2_scales`, `fp4_quant_fwd_inp`, `fp4_quant_fwd_weight`, `fp4_quant_bwd_grad`, `backward_override=None`.
-    These are accepted with one value only: `fp8_dpa`, `fp8_mha`, `reduce_amax`, `scaling_factor_compute_algo`, `margin`
-    of MXFP8, `fp4_format`, `fp8_format` and `nvfp4_4over6*` of NVFP4, `fp8_format` and `quantization_alignment` of
-    CustomRecipe.
+    Others are accepted with one value only.
 
     **Arguments:** `fp8_gemm_fprop`, `fp8_gemm_dgrad`, `fp8_gemm_wgrad`: accumulation of the three products.
     `backward_override`: "high_precision" computes dgrad and wgrad on the original tensors, "dequantized" on the
@@ -437,7 +435,8 @@ class CustomRecipe(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer | None:
         if role.tensor in role.RESULTS and not self.quantize_results:
             return None
-        made = self.qfactory(role)
+        made: Any = self.qfactory(role)
+        made = made.for_role(role) if hasattr(made, "for_role") else made  # diptych.te's objects
         if made is not None and not isinstance(made, Quantizer):
             raise ArgumentError(
                 f"CustomRecipe.qfactory returned {made!r} for {role}; it must return a Quantizer or None"

@@ -40,9 +40,18 @@ def takes(**translations: Translation) -> Callable[[T], T]:
             init(self, *args, **kwargs)
 
         cls.__init__ = __init__  # type: ignore[misc]
+        _TRANSLATIONS[cls] = translations
         return cls
 
     return decorate
+
+
+_TRANSLATIONS: dict[type, Mapping[str, Translation]] = {}
+
+
+def also_takes(cls: type, *, without: str) -> Callable[[T], T]:
+    """Returns a decorator of a class derived from `cls`, which then takes the same arguments but one."""
+    return takes(**{name: translate for name, translate in _TRANSLATIONS[cls].items() if name != without})
 
 
 def _require_argument(cls: type, translations: Mapping[str, Translation], name: str) -> None:
