@@ -7,6 +7,7 @@ import torch
 
 import diptych.te as te
 import diptych.torch as dt
+from diptych import common
 from diptych.common import Float8CurrentScaling, MXFP8BlockScaling, UnsupportedError
 from diptych.te import fp8, quantization
 from diptych.te.common.recipe import CustomRecipe, DelayedScaling
@@ -42,6 +43,8 @@ def one_rank():
 def test_ranks_of_delayed_scaling_without_ranks():
     named = te.autocast(recipe=DelayedScaling(), amax_reduction_group="group")
     assert named.amax_groups == {"": "group"} and te.autocast(recipe=DelayedScaling()).amax_groups is None
+    own = te.autocast(recipe=common.DelayedScaling(), amax_reduction_group="group")
+    assert own.amax_groups == {"": "group"}, "diptych's own value has no ranks of its own, and takes those given"
     assert te.autocast(recipe=DelayedScaling(reduce_amax=False), amax_reduction_group="group").amax_groups is None
 
 
@@ -52,5 +55,5 @@ def test_ranks_of_delayed_scaling(monkeypatch, one_rank):
         monkeypatch.setattr(distributed, "get_world_size", lambda ranks=ranks: ranks)
         assert group(DelayedScaling()) == group(CustomRecipe(_nothing)) == everyone
         assert group(DelayedScaling(), given) == {"": given}
-        for recipe in (DelayedScaling(reduce_amax=False), Float8CurrentScaling(), None):
+        for recipe in (DelayedScaling(reduce_amax=False), Float8CurrentScaling(), common.DelayedScaling(), None):
             assert group(recipe) is None

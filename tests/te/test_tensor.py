@@ -46,8 +46,17 @@ def test_values_and_calls(name):
     assert empty.requires_grad and not empty.detach().dequantize().any() if made.columnwise_usage else True
     out = made.update_quantized(x, made.make_empty((128, 128), dtype=torch.bfloat16, device="cpu"))
     same(out.rowwise_data, want.rowwise_data)
+    out = made.quantize(x, out=made.make_empty((128, 128), device="cpu"))
+    same(out.rowwise_data, want.rowwise_data)
+    assert out.dtype == torch.float32
     again = pickle.loads(pickle.dumps(made))
     assert again.value == value and repr(again) == repr(made)
+
+
+def test_dtypes_by_torchs():
+    for theirs, ours in te.constants.TE_DType.items():
+        assert te.constants.TE_DType_To_Torch[ours] is theirs and f"torch.{ours.value}" == str(theirs)
+    assert len(te.constants.TE_DType) == len(te.DType) - 1
 
 
 def test_usage_changes_this_object_alone():

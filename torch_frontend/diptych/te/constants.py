@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+import torch
+
 from diptych.te import absent
 
 
@@ -19,5 +21,9 @@ class DType(enum.Enum):
     kFloat8E5M2 = "float8_e5m2"
     kFloat4E2M1 = "float4_e2m1fn"
 
+
+TE_DType_To_Torch = {each: getattr(torch, each.value) for each in DType if each is not DType.kFloat4E2M1}
+TE_DType = {theirs: ours for ours, theirs in TE_DType_To_Torch.items()}
+"""Each `DType` by torch's dtype; torch's has no quantized elements of four bits."""
 
 __getattr__ = absent.attributes_of(__name__)

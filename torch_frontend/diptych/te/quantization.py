@@ -14,6 +14,7 @@ from diptych.common import Format, Quantizer, Recipe, UnsupportedError
 from diptych.common import QuantizerRole as QuantizerRole
 from diptych.common.te_arguments import absorb
 from diptych.te import absent
+from diptych.te.common.recipe import DelayedScaling
 from diptych.torch import fp8_model_init as fp8_model_init
 from diptych.torch import get_default_recipe as get_default_recipe
 from diptych.torch import is_fp8_available as is_fp8_available
@@ -28,10 +29,11 @@ __getattr__ = absent.attributes_of(__name__)
 def _group(recipe: Recipe | None, group: Any) -> Any:
     """Returns the ranks over which delayed scaling reduces amaxes: those given, else all ranks, unless the recipe says
     reduce_amax=False."""
-    reduces = getattr(recipe, "reduce_amax", recipe is not None and recipe.custom())
-    distributed = torch.distributed
-    if group is not None or not reduces or not (distributed.is_available() and distributed.is_initialized()):
-        return group if reduces else None
+    if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+        return None
+    by_default, distributed = isinstance(recipe, DelayedScaling) or (recipe and recipe.custom()), torch.distributed
+    if group is not None or not (by_default and distributed.is_available() and distributed.is_initialized()):
+        return group
     return distributed.group.WORLD if distributed.get_world_size() > 1 else None
 
 

@@ -97,7 +97,8 @@ class Quantizer:
     def quantize(self, tensor: Tensor, *, out: QuantizedTensor | None = None, dtype: Any = None) -> QuantizedTensor:
         """Quantizes a tensor [..., K], see `diptych.torch.quantize`.
 
-        **Arguments:** `out`: a QuantizedTensor of this quantizer, written in place. `dtype`: None or the tensor's own.
+        **Arguments:** `out`: a QuantizedTensor of this quantizer, written in place; it keeps its logical dtype.
+        `dtype`: None or the tensor's own.
 
         **Raises:** what `diptych.torch.quantize` raises; NotImplementedError for another `dtype`.
         """
@@ -109,7 +110,7 @@ class Quantizer:
         if out is None:
             return made
         with torch.no_grad():
-            return out.copy_(made)  # type: ignore[return-value]
+            return out.copy_(made.to(out.dtype))  # type: ignore[return-value]
 
     def __call__(self, tensor: Tensor) -> QuantizedTensor:
         """Quantizes a tensor; see `quantize`."""
@@ -145,8 +146,10 @@ class Quantizer:
         """Returns a QuantizedTensor of zeros with this quantizer's copies. **Raises** as `quantize`."""
         if pin_memory:
             raise UnsupportedError(f"{type(self).__name__}.make_empty: pin_memory must be False: copies are not pinned")
-        zeros = torch.zeros(tuple(shape), dtype=dtype, device=default_device() if device is None else device)
-        return self._quantized(zeros).requires_grad_(requires_grad)  # type: ignore[return-value]
+        # Every quantizer takes bfloat16, and zeros are the same in each dtype.
+        where = default_device() if device is None else device
+        zeros = torch.zeros(tuple(shape), dtype=torch.bfloat16, device=where)
+        return self._quantized(zeros).to(dtype).requires_grad_(requires_grad)  # type: ignore[return-value]
 
     def __getattr__(self, name: str) -> Any:
         if name == "value" or name.startswith("__"):  # copy and pickle ask before it is set
