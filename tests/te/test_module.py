@@ -91,3 +91,19 @@ def test_without_a_gpu_cuda_is_refused_by_torch():
         pytest.skip("there is a GPU")
     with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda"):
         te.Linear(16, 16, device="cuda")
+
+
+@each_layer
+def test_backward_dw_is_for_gradients_that_wait(name):
+    sizes, splits = LAYERS[name]
+    now, later = (getattr(te, name)(*sizes, device="cpu", delay_wgrad_compute=delay) for delay in (False, True))
+    later.load_state_dict(now.state_dict())
+    x = torch.randn(32, 64)
+    for m in (now, later):
+        m(x, *splits).square().sum().backward()
+    weight = "fc1_weight" if name == "LayerNormMLP" else "weight"
+    assert getattr(later, weight).grad is None
+    for m in (now, later):
+        m.backward_dw()
+    for p, q in zip(now.parameters(), later.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -34,7 +34,16 @@ def _arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
     return given
 
 
-class Linear(dt.Linear):
+class _Delayed(dt.QuantizedModule):
+    """A layer whose `backward_dw` does nothing where backward has computed the weight gradients, as there."""
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that backward left; see diptych.torch's."""
+        if self._weight_gradients is not None and self._weight_gradients.options.delay:
+            super().backward_dw()
+
+
+class Linear(_Delayed, dt.Linear):
     """diptych.torch's `Linear`, made as TransformerEngine makes its own; see the file's docstring."""
 
     __signature__ = signature("Linear")
@@ -43,7 +52,7 @@ class Linear(dt.Linear):
         super().__init__(**_arguments("Linear", args, kwargs))
 
 
-class LayerNormLinear(dt.LayerNormLinear):
+class LayerNormLinear(_Delayed, dt.LayerNormLinear):
     """diptych.torch's `LayerNormLinear`, made as TransformerEngine makes its own; see the file's docstring."""
 
     __signature__ = signature("LayerNormLinear")
@@ -52,7 +61,7 @@ class LayerNormLinear(dt.LayerNormLinear):
         super().__init__(**_arguments("LayerNormLinear", args, kwargs))
 
 
-class LayerNormMLP(dt.LayerNormMLP):
+class LayerNormMLP(_Delayed, dt.LayerNormMLP):
     """diptych.torch's `LayerNormMLP`, made as TransformerEngine makes its own; see the file's docstring."""
 
     __signature__ = signature("LayerNormMLP")
@@ -61,7 +70,7 @@ class LayerNormMLP(dt.LayerNormMLP):
         super().__init__(**_arguments("LayerNormMLP", args, kwargs))
 
 
-class GroupedLinear(dt.GroupedLinear):
+class GroupedLinear(_Delayed, dt.GroupedLinear):
     """diptych.torch's `GroupedLinear`, made as TransformerEngine makes its own; see the file's docstring. Its weights
     are one parameter [G, N, K]; `weight0`, `weight1`, ... show its parts."""
 
