@@ -213,15 +213,7 @@ _PART = re.compile(r"(weight|bias)(0|[1-9][0-9]*)")  # the names by which the pa
 
 
 def _part(stack: Tensor, g: int) -> Tensor:
-    """Returns part g of a stack, of its gradient and of its `main_grad`, as a leaf that shares their memory.
-
-    **Raises** NotImplementedError for a stack that is held quantized.
-    """
-    if isinstance(stack, QuantizedTensorBase):
-        raise UnsupportedError(
-            "GroupedLinear: the weight is held quantized, as one stack; `layer.weight.dequantize()[g]` has the values "
-            "of group g"
-        )
+    """Returns part g of a stack, of its gradient and of its `main_grad`, as a leaf that shares their memory."""
     part = stack.detach()[g].requires_grad_(stack.requires_grad)
     if stack.grad is not None:
         part.grad = stack.grad[g]
