@@ -244,6 +244,7 @@ def install() -> None:
     from torch import nn
 
     import diptych.te as te
+    from diptych.common import row_align
     from diptych.te.common import recipe
 
     show_buffers()
@@ -259,7 +260,7 @@ def install() -> None:
         "is_non_tn_fp8_gemm_supported": lambda: False,
     }
     state = {"FP8GlobalStateManager": _State()}
-    align = {"get_align_size_for_quantization": lambda recipe: 32}
+    align = {"get_align_size_for_quantization": row_align}
     root, common = "transformer_engine", "transformer_engine.common"
     module(root, {})
     module(common, {})
