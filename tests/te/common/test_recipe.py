@@ -38,9 +38,13 @@ def test_a_step_under_delayed_scaling(compiled):
         torch.manual_seed(0)
         layer = te.Linear(32, 32, device="cpu")
         torch._dynamo.reset()
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-        for _ in range(2):
+
+        def forward(x, layer=layer, r=r):
             with te.autocast(recipe=r):
-                call(torch.ones(16, 32).cumsum(1)).square().sum().backward()
+                return layer(x)
+
+        call = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
+        for _ in range(2):
+            call(torch.ones(16, 32).cumsum(1)).square().sum().backward()
         grads.append(layer.weight.grad)
     assert torch.equal(*grads)

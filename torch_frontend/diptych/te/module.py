@@ -44,7 +44,7 @@ class _Delayed(dt.QuantizedModule):
 
 
 class Linear(_Delayed, dt.Linear):
-    """diptych.torch's `Linear`, made as TransformerEngine makes its own; see the file's docstring."""
+    """diptych.torch's `Linear`, with TransformerEngine's order of arguments, default device and initial values."""
 
     __signature__ = signature("Linear")
 
@@ -53,7 +53,7 @@ class Linear(_Delayed, dt.Linear):
 
 
 class LayerNormLinear(_Delayed, dt.LayerNormLinear):
-    """diptych.torch's `LayerNormLinear`, made as TransformerEngine makes its own; see the file's docstring."""
+    """diptych.torch's `LayerNormLinear`, with TransformerEngine's order of arguments, default device and initial values."""
 
     __signature__ = signature("LayerNormLinear")
 
@@ -62,7 +62,7 @@ class LayerNormLinear(_Delayed, dt.LayerNormLinear):
 
 
 class LayerNormMLP(_Delayed, dt.LayerNormMLP):
-    """diptych.torch's `LayerNormMLP`, made as TransformerEngine makes its own; see the file's docstring."""
+    """diptych.torch's `LayerNormMLP`, with TransformerEngine's order of arguments, default device and initial values."""
 
     __signature__ = signature("LayerNormMLP")
 
@@ -71,8 +71,8 @@ class LayerNormMLP(_Delayed, dt.LayerNormMLP):
 
 
 class GroupedLinear(_Delayed, dt.GroupedLinear):
-    """diptych.torch's `GroupedLinear`, made as TransformerEngine makes its own; see the file's docstring. Its weights
-    are one parameter [G, N, K]; `weight0`, `weight1`, ... show its parts."""
+    """diptych.torch's `GroupedLinear`, with TransformerEngine's order of arguments, default device and initial values.
+    Its weights are one parameter [G, N, K]; `weight0`, `weight1`, ... show its parts."""
 
     __signature__ = signature("GroupedLinear")
 

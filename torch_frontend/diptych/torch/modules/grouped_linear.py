@@ -97,14 +97,14 @@ class GroupedLinear(QuantizedModule):
         self._make_initial_states()
 
     def __getattr__(self, name: str) -> Any:
-        part = _PART.fullmatch(name)
+        part = _PART.fullmatch(name) if name[-1:].isdigit() else None  # a regular expression costs more
         stack = self._parameters.get(part[1]) if part else None
         if part is None or stack is None or int(part[2]) >= self.num_gemms:
             return super().__getattr__(name)
         return _part(stack, int(part[2]))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if _PART.fullmatch(name):
+        if name[-1:].isdigit() and _PART.fullmatch(name):
             raise UnsupportedError(
                 f"GroupedLinear.{name} cannot be assigned: the {name.rstrip('0123456789')}s of all groups are one "
                 f"parameter; write into it, `with torch.no_grad(): layer.{name}.copy_(value)`"
