@@ -44,7 +44,7 @@ class _Delayed(dt.QuantizedModule):
 
 
 class Linear(_Delayed, dt.Linear):
-    """diptych.torch's `Linear`, with TransformerEngine's order of arguments, default device and initial values."""
+    """diptych.torch's `Linear`, with TransformerEngine's order of arguments, device and initial values."""
 
     __signature__ = signature("Linear")
 
@@ -53,7 +53,7 @@ class Linear(_Delayed, dt.Linear):
 
 
 class LayerNormLinear(_Delayed, dt.LayerNormLinear):
-    """diptych.torch's `LayerNormLinear`, with TransformerEngine's order of arguments, default device and initial values."""
+    """diptych.torch's `LayerNormLinear`, with TransformerEngine's order of arguments, device and initial values."""
 
     __signature__ = signature("LayerNormLinear")
 
@@ -62,7 +62,7 @@ class LayerNormLinear(_Delayed, dt.LayerNormLinear):
 
 
 class LayerNormMLP(_Delayed, dt.LayerNormMLP):
-    """diptych.torch's `LayerNormMLP`, with TransformerEngine's order of arguments, default device and initial values."""
+    """diptych.torch's `LayerNormMLP`, with TransformerEngine's order of arguments, device and initial values."""
 
     __signature__ = signature("LayerNormMLP")
 
