@@ -244,7 +244,6 @@ def install() -> None:
     from torch import nn
 
     import diptych.te as te
-    from diptych.common import row_align
     from diptych.te.common import recipe
 
     show_buffers()
@@ -260,7 +259,6 @@ def install() -> None:
         "is_non_tn_fp8_gemm_supported": lambda: False,
     }
     state = {"FP8GlobalStateManager": _State()}
-    align = {"get_align_size_for_quantization": row_align}
     root, common = "transformer_engine", "transformer_engine.common"
     module(root, {})
     module(common, {})
@@ -270,7 +268,7 @@ def install() -> None:
     module(f"{root}.pytorch", public, te)
     module(f"{root}.pytorch.module", {"GroupedLinear": grouped}, te.module)
     for name in ("quantization", "fp8", "distributed", "graph", "permutation", "tensor", "constants"):
-        own = state | align if name in ("quantization", "fp8") else {}
+        own = state if name in ("quantization", "fp8") else {}
         module(f"{root}.pytorch.{name}", own, importlib.import_module(f"diptych.te.{name}"))
     for name in ("float8_tensor", "mxfp8_tensor", "nvfp4_tensor", "float8_blockwise_tensor"):
         module(f"{root}.pytorch.tensor.{name}", {}, te.tensor)
@@ -376,7 +374,6 @@ TESTS: dict[str, tuple[str, str]] = {
     "test_custom_recipe_factory_invocation_counts_and_cycling": (MEANING, "answers are kept, and asked by product"),
     "test_grouped_linear_module_type_dispatch": (MEANING, "a factory is asked when its recipe is made, too"),
     "test_check_for_weight_tensor_and_recipe_correspondence": (MEANING, "the error is a ValueError with other words"),
-    "test_custom_recipe_quantization_alignment_contract": (MEANING, "row_align follows from the recipe's quantizers"),
     "test_skip_quantization_with_noop_flag": (ABSENT, "noop_flag; it needs CUDA streams to begin with"),
     "test_checkpoint_with_mixed_fp8_regions_saves_only_fp8_recompute_state": (INTERNALS, "it reads fp8_meta"),
 }

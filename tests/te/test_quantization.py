@@ -8,7 +8,7 @@ import torch
 import diptych.te as te
 import diptych.torch as dt
 from diptych import common
-from diptych.common import Float8CurrentScaling, MXFP8BlockScaling, UnsupportedError
+from diptych.common import RECIPES, Float8CurrentScaling, MXFP8BlockScaling, UnsupportedError, row_align
 from diptych.te import fp8, quantization
 from diptych.te.common.recipe import CustomRecipe, DelayedScaling
 
@@ -57,3 +57,11 @@ def test_ranks_of_delayed_scaling(monkeypatch, one_rank):
         assert group(DelayedScaling(), given) == {"": given}
         for recipe in (DelayedScaling(reduce_amax=False), Float8CurrentScaling(), common.DelayedScaling(), None):
             assert group(recipe) is None
+
+
+def test_rows_at_which_groups_should_begin():
+    align = quantization.get_align_size_for_quantization
+    for recipe in RECIPES.values():
+        assert align(recipe) % row_align(recipe) == 0
+    assert align(RECIPES["mxfp8"]) == 32 and align(RECIPES["nvfp4"]) == align(CustomRecipe(_nothing)) == 128
+    assert align(RECIPES["fp8-block"]) == 128 and align(RECIPES["fp8-current"]) == 32

@@ -13,6 +13,7 @@ from diptych.te.constants import DType
 from diptych.te.distributed import checkpoint
 from diptych.te.graph import make_graphed_callables
 from diptych.te.module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from diptych.te.padding import Fp8Padding, Fp8Unpadding
 from diptych.te.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -54,6 +55,8 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "HybridQuantizer",
     "IdentityQuantizer",

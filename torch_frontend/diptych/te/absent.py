@@ -30,7 +30,6 @@ _ROUTER = "compute the routing by torch, and give its mask to moe_permute"
 _EXPERTS = "experts are exchanged by torch.distributed; moe_permute and moe_unpermute order their rows"
 _GLU = "write it by torch's slicing: gated activations of LayerNormMLP take the first half of fc1's output as the gate"
 _STATE = "a region's recipe is diptych.torch.get_autocast_recipe(); scales are buffers of modules, `scale_states`"
-_PAD = "pad by align_size of moe_permute_and_pad_with_probs, which costs no copy"
 _ROPE = "use torch's operators"
 _DEBUG = "diptych.lab records traces and compares them"
 _CPP = "diptych.torch.quantize, gemm and grouped_gemm are the functions behind the modules"
@@ -45,8 +44,6 @@ ABSENT: dict[str, str] = {
     "FusedMLAQUpProjRopeQuant": _ATTENTION,
     "TransformerLayer": _BLOCK,
     "transformer": _BLOCK,
-    "Fp8Padding": _PAD,
-    "Fp8Unpadding": _PAD,
     "initialize_ub": _OVERLAP,
     "destroy_ub": _OVERLAP,
     "UserBufferQuantizationMode": _OVERLAP,
@@ -82,7 +79,6 @@ ABSENT: dict[str, str] = {
     "jit": "compile by torch.compile, which takes all modules",
     "triton": _CPP,
     "setup": "diptych's build has no hooks for other packages",
-    "get_align_size_for_quantization": "use diptych.common.row_align(recipe)",
     "quantizer_factory_zoo": "write the factory: a function of a QuantizerRole that returns quantizers of diptych.te",
     "reference_nvfp4": "docs/numerics.md specifies the numbers, and tests/oracle computes them",
     "reference_current_scaling": "docs/numerics.md specifies the numbers, and tests/oracle computes them",

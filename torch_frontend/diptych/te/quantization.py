@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import DelayedScaling as _DelayedScaling
-from diptych.common import Format, Quantizer, Recipe, UnsupportedError
+from diptych.common import Format, Quantizer, Recipe, UnsupportedError, row_align
 from diptych.common import QuantizerRole as QuantizerRole
 from diptych.common.te_arguments import absorb
 from diptych.te import absent
@@ -64,6 +65,13 @@ def fp8_autocast(
 ) -> dt.autocast:
     """Returns `autocast` by its earlier name."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Returns the rows at whose multiples groups of a `GroupedLinear` should begin: TransformerEngine's number for the
+    recipe, or the least multiple of it that is one of diptych.common's `row_align`, which some kernels need."""
+    theirs = 128 if recipe.nvfp4() or recipe.custom() else 32 if recipe.mxfp8() else 16
+    return theirs if recipe.custom() else math.lcm(theirs, row_align(recipe))
 
 
 class QuantizerRequest:
