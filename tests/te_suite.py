@@ -357,6 +357,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 # By the name of a test: the class of a failure that no exception tells, and why.
 TESTS: dict[str, tuple[str, str]] = {
+    "test_custom_recipe_quantization_alignment_contract": (MEANING, "a factory is asked when its recipe is made, too"),
     "test_detach_preserves_subclass": (MEANING, "there is one class of quantized tensors, QuantizedTensor"),
     **dict.fromkeys(
         (

@@ -20,6 +20,7 @@ from diptych.common import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    UnsupportedError,
 )
 from diptych.core import reset_calls
 from diptych.torch import TensorProto, to_tensor_proto
@@ -337,3 +338,32 @@ def test_held_weights_are_not_rounded():
     groups: dict[str, Any] = {"offsets": offsets_of(offsets), "align": align}
     want = run(plain, plain, input_for("mxfp8", rows), steady, dy, **groups)
     same_step(run(held, held, input_for("mxfp8", rows), CustomRecipe(_noisy), dy, **groups), want)
+
+
+def test_parts_of_the_stacks_by_their_numbers():
+    module = dt.GroupedLinear(3, 32, 64)
+    module(torch.randn(48, 32), [16, 16, 16]).sum().backward()
+    module.weight.main_grad = torch.zeros(3, 64, 32)
+    for g in range(3):
+        weight, bias = getattr(module, f"weight{g}"), getattr(module, f"bias{g}")
+        assert weight.is_leaf and weight.requires_grad and torch.equal(weight, module.weight[g])
+        assert torch.equal(weight.grad, module.weight.grad[g]) and torch.equal(bias.grad, module.bias.grad[g])
+        weight.main_grad.fill_(g)
+        with torch.no_grad():
+            weight.fill_(g)
+            bias.copy_(torch.full((64,), float(g)))
+    wanted = torch.arange(3.0)
+    assert torch.equal(module.weight[:, 0, 0], wanted) and torch.equal(module.bias[:, 0], wanted)
+    assert torch.equal(module.weight.main_grad[:, 0, 0], wanted)
+    for absent in ("weight3", "weight01", "bias9", "weight"):
+        assert hasattr(module, absent) is (absent == "weight")
+    assert not hasattr(dt.GroupedLinear(2, 16, 16, bias=False), "bias0")
+    with pytest.raises(UnsupportedError, match=r"GroupedLinear.weight1 cannot be assigned: the weights of all groups"):
+        module.weight1 = torch.nn.Parameter(torch.zeros(64, 32))
+    with dt.quantized_model_init(recipe=MXFP8BlockScaling()):
+        held = dt.GroupedLinear(2, 32, 32)
+    held(torch.randn(32, 32), [16, 16]).sum().backward()
+    part = held.weight1
+    assert isinstance(part, dt.QuantizedTensor) and torch.equal(part.grad, held.weight.grad[1])
+    part.detach().quantize_(torch.ones(32, 32))
+    assert torch.equal(held.weight.dequantize()[1], torch.ones(32, 32))

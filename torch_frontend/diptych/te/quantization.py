@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import diptych.torch as dt
+from diptych.common import CustomRecipe, Format, NVFP4BlockScaling, Quantizer, Recipe, UnsupportedError, row_align
 from diptych.common import DelayedScaling as _DelayedScaling
-from diptych.common import Format, Quantizer, Recipe, UnsupportedError, row_align
 from diptych.common import QuantizerRole as QuantizerRole
 from diptych.common.te_arguments import absorb
 from diptych.te import absent
@@ -70,7 +70,7 @@ def fp8_autocast(
 def get_align_size_for_quantization(recipe: Recipe) -> int:
     """Returns the rows at whose multiples groups of a `GroupedLinear` should begin: TransformerEngine's number for the
     recipe, or the least multiple of it that is one of diptych.common's `row_align`, which some kernels need."""
-    theirs = 128 if recipe.nvfp4() or recipe.custom() else 32 if recipe.mxfp8() else 16
+    theirs = 128 if isinstance(recipe, NVFP4BlockScaling | CustomRecipe) else 32 if recipe.mxfp8() else 16
     return theirs if recipe.custom() else math.lcm(theirs, row_align(recipe))
 
 
