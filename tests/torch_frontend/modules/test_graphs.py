@@ -143,8 +143,10 @@ def test_arguments_of_transformer_engine():
             make(layer, x, **refused)
     with pytest.raises(ValueError, match="enabled=True and fp8_enabled=False name the same thing"):
         make(layer, x, enabled=True, fp8_enabled=False)
+    with pytest.raises(UnsupportedError, match="sample_kwargs must be None, got 'pool'"):
+        make(layer, x, 3, False, "pool")
     with pytest.raises(TypeError, match="positional"):
-        make(layer, x, 3, False, None)
+        make(layer, x, 3, False, None, None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
         make(layer, x, no_such=1)
 

@@ -20,6 +20,7 @@ def make_graphed_callables(
     sample_args: Any,
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
+    sample_kwargs: None = None,
     *,
     pool: Any = None,
     enabled: bool | None = None,
@@ -43,7 +44,7 @@ def make_graphed_callables(
 
     **Arguments, returns:** as torch's; `enabled` (None: True), `recipe`, `amax_groups`, `amax_reduction_group` as
     `autocast`'s. Weights whose gradients go to `main_grad` count as unused inputs, which are allowed then. `pool` comes
-    by name, since TransformerEngine's function has `sample_kwargs` in its place. `fp8_enabled`, `fp8_recipe`,
+    by name, since TransformerEngine's function has `sample_kwargs`, here None, in its place. `fp8_enabled`, `fp8_recipe`,
     `fp8_group`: earlier names of these. `calibrating`, `cache_quantized_params` and their earlier names: False or None.
     Others of TransformerEngine's: their defaults.
 
@@ -52,7 +53,7 @@ def make_graphed_callables(
     its names.
     """
     op = "make_graphed_callables"
-    absorb(op, others)
+    absorb(op, {"sample_kwargs": sample_kwargs, **others})
     enabled = either(op, "enabled", enabled, "fp8_enabled", fp8_enabled)
     recipe = either(op, "recipe", recipe, "fp8_recipe", fp8_recipe)
     group = either(op, "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group)
