@@ -44,9 +44,9 @@ def make_graphed_callables(
 
     **Arguments, returns:** as torch's; `enabled` (None: True), `recipe`, `amax_groups`, `amax_reduction_group` as
     `autocast`'s. Weights whose gradients go to `main_grad` count as unused inputs, which are allowed then. `pool` comes
-    by name, since TransformerEngine's function has `sample_kwargs`, here None, in its place. `fp8_enabled`, `fp8_recipe`,
-    `fp8_group`: earlier names of these. `calibrating`, `cache_quantized_params` and their earlier names: False or None.
-    Others of TransformerEngine's: their defaults.
+    by name, since TransformerEngine's function has `sample_kwargs`, here None, in its place. `fp8_enabled`,
+    `fp8_recipe`, `fp8_group`: earlier names of these. `calibrating`, `cache_quantized_params` and their earlier names:
+    False or None. Others of TransformerEngine's: their defaults.
 
     **Raises:** what torch's function and `autocast` raise; NotImplementedError for modules with `delay_wgrad_compute`
     and for arguments of TransformerEngine's that ask for what is not done; ValueError for an argument given by both of
