@@ -11,6 +11,7 @@ from torch import Tensor
 from diptych.common.errors import UnsupportedError
 from diptych.common.layer_options import ROW, Originals
 from diptych.common.layers.checks import Names, other_kind, require_fit
+from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp
@@ -126,18 +127,17 @@ def _backward(
         made["x"] = dx.finish()
     if "bias" in now:
         assert a.bias is not None
-        made["bias"] = sum_over_tokens(_bias_gradient(dy, a.bias.dtype, s), cut, ROW)
+        made["bias"] = sum_over_tokens(_bias_gradient(dy, a.bias.dtype, a.recipe), cut, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(now)]
 
 
-def _bias_gradient(dy: Tensor, dtype: torch.dtype, s: Schedule) -> Tensor:
-    """Returns the bias's gradient. In a layer without any quantizer it has the bits of nn.Linear's, which torch sums in
-    an order of its own, so that options about the weight's gradient do not change it."""
-    plan = s.plan
-    if any([q is not None for t in (plan.input, plan.weight, plan.grad_output) for q in t[:2]]):
-        return gemm_ops.bias_grad(dy, dtype)
-    return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
+def _bias_gradient(dy: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    """Returns the bias's gradient. In high precision outside of regions it has nn.Linear's bits, which torch sums in an
+    order of its own, so that options about the weight's gradient do not change it."""
+    if recipe == HIGH_PRECISION:
+        return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
+    return gemm_ops.bias_grad(dy, dtype)
 
 
 def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
