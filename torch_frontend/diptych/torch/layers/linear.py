@@ -38,6 +38,7 @@ from diptych.torch.layers.quantize import (
     saved_for_late,
 )
 from diptych.torch.layers.tensor_parallel import (
+    Cut,
     gradient_calls,
     require_whole_blocks,
     sum_over_tokens,
@@ -127,15 +128,15 @@ def _backward(
         made["x"] = dx.finish()
     if "bias" in now:
         assert a.bias is not None
-        made["bias"] = sum_over_tokens(_bias_gradient(dy, a.bias.dtype, a.recipe), cut, ROW)
+        made["bias"] = sum_over_tokens(_bias_gradient(dy, a.bias.dtype, a.recipe, cut), cut, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(now)]
 
 
-def _bias_gradient(dy: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    """Returns the bias's gradient. In high precision outside of regions it has nn.Linear's bits, which torch sums in an
-    order of its own, so that options about the weight's gradient do not change it."""
-    if recipe == HIGH_PRECISION:
+def _bias_gradient(dy: Tensor, dtype: torch.dtype, recipe: Recipe, cut: Cut | None) -> Tensor:
+    """Returns the bias's gradient. A whole layer in high precision outside of regions gives nn.Linear's bits, which
+    torch sums in an order of its own, so that options about the weight's gradient do not change them."""
+    if cut is None and recipe == HIGH_PRECISION:
         return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
     return gemm_ops.bias_grad(dy, dtype)
 
