@@ -10,8 +10,8 @@ quantized tensors under the private names that these have there, and get the par
 parameters, so that results are compared. On a machine without a
 GPU "cuda" means the CPU.
 
-A test that fails is counted in one of these classes, by its exception (`KNOWN`) or, where that says nothing, by its name
-(`TESTS`):
+A test that fails is counted in one of these classes, by its exception (`KNOWN`) or, where that says nothing, by its
+name (`TESTS`):
 
     absent, said so             a name or argument that diptych refuses by name
     reads TE's internals        the test reads attributes or functions that are not public there
