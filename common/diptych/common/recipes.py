@@ -102,9 +102,7 @@ def _override(_: str, value: Any) -> dict[str, Any]:
     return {} if value is None else {"backward_override": value}
 
 
-_FOUR_OVER_SIX = "diptych has no 4-over-6 scaling of NVFP4"
-_NO_ATTENTION = te.only(False, "diptych has no attention in low precision")
-_TE = {"fp8_dpa": _NO_ATTENTION, "fp8_mha": _NO_ATTENTION, "backward_override": _override}
+_TE = {**te.NO_ATTENTION, "backward_override": _override}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -326,14 +324,10 @@ class Float8BlockScaling(Recipe):
         if role.tensor in role.RESULTS:
             return None
         params = _params(self, role)
-        dims = {
-            "input": self.x_block_scaling_dim,
-            "weight": self.w_block_scaling_dim,
-            "grad_output": self.grad_block_scaling_dim,
-        }
+        dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
         return Float8BlockQuantizer(
             fp8_dtype=self.fp8_format.element(role),
-            block_scaling_dim=dims[role.tensor],
+            block_scaling_dim=dims.get(role.tensor, self.grad_block_scaling_dim),
             force_pow_2_scales=params.power_2_scale,
             amax_epsilon=params.amax_epsilon,
             columnwise_from_rows=self.wgrad_input_square and role.tensor == "input",
@@ -364,9 +358,7 @@ class MXFP8BlockScaling(Recipe):
     **_TE,
     fp4_format=te.only(Format.E2M1, "NVFP4's elements are E2M1"),
     fp8_format=te.only(Format.E4M3, "NVFP4's block scales are E4M3"),
-    nvfp4_4over6=te.only("none", _FOUR_OVER_SIX),
-    nvfp4_4over6_e4m3_use_256=te.only("all", _FOUR_OVER_SIX),
-    nvfp4_4over6_err_mode=te.only("MAE", _FOUR_OVER_SIX),
+    **te.FOUR_OVER_SIX,
     fp4_quant_fwd_inp=_nvfp4_flags(random_hadamard_transform="disable_rht"),
     fp4_quant_fwd_weight=_nvfp4_flags(fp4_2d_quantization="disable_2d_quantization"),
     fp4_quant_bwd_grad=_nvfp4_flags(
@@ -436,7 +428,7 @@ class CustomRecipe(Recipe):
         if role.tensor in role.RESULTS and not self.quantize_results:
             return None
         made: Any = self.qfactory(role)
-        made = made.for_role(role) if hasattr(made, "for_role") else made  # diptych.te's objects
+        made = getattr(made, "for_role", lambda _: made)(role)  # diptych.te's objects
         if made is not None and not isinstance(made, Quantizer):
             raise ArgumentError(
                 f"CustomRecipe.qfactory returned {made!r} for {role}; it must return a Quantizer or None"

@@ -75,3 +75,14 @@ def only(accepted: Any, instead: str) -> Translation:
         return {}
 
     return translate
+
+
+NO_ATTENTION = dict.fromkeys(("fp8_dpa", "fp8_mha"), only(False, "diptych has no attention in low precision"))
+"""TransformerEngine's options of attention, which have one value here."""
+_NO_4OVER6 = "diptych has no 4-over-6 scaling of NVFP4"
+FOUR_OVER_SIX = {
+    "nvfp4_4over6": only("none", _NO_4OVER6),
+    "nvfp4_4over6_e4m3_use_256": only("all", _NO_4OVER6),
+    "nvfp4_4over6_err_mode": only("MAE", _NO_4OVER6),
+}
+"""TransformerEngine's options of NVFP4 that have one value here."""
