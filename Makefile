@@ -18,7 +18,7 @@ SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
-	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
+	$(BIN)/diptych compare --recipe fp8-current --steps 160 --out runs/demo
 
 # Each worker begins with half of the tests, in order, so that neighbouring files reuse compiled code in one process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q
