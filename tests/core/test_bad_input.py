@@ -173,7 +173,7 @@ BAD = [
 BAD_OPTIONS = [
     ("quantize", NV, lambda g: {"flags": POW2}, ValueError, [NV, "pow2"]),
     ("quantize", NV, lambda g: {"eps": 1.0}, ValueError, [NV, "eps"]),
-    ("quantize", NV, lambda g: {"flags": 64}, ValueError, [NV, "flags 64"]),
+    ("quantize", NV, lambda g: {"flags": 128}, ValueError, [NV, "flags 128"]),
     ("quantize", BLOCK, lambda g: {"flags": -1}, ValueError, [BLOCK, "flags -1"]),
     ("quantize", NV, lambda g: {"flags": SQUARE | ROW_AMAX}, ValueError, [NV, "square", "amax per row"]),
     ("quantize", NV, lambda g: {"flags": SQUARE | RHT, "x": bf16(g)}, ValueError, [NV, "square", "Hadamard"]),

@@ -119,10 +119,17 @@ class Value(metaclass=ValueMeta):
     def _rebuild(cls, **fields: Any) -> Any:
         """Makes an object with these value fields. `__init__` does not run; `_init_derived` does."""
         self = object.__new__(cls)
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        self.__setstate__(fields)
         self._init_derived()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled object. What a file of an earlier version does not have gets its default."""
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        for name in field_names(type(self)):
+            if name not in state and hasattr(type(self), name):
+                object.__setattr__(self, name, getattr(type(self), name))
 
     def replace(self, **changes: Any) -> Any:
         """A copy with some fields changed. **Raises** TypeError for a field that does not exist."""

@@ -24,10 +24,10 @@ T, E, H = 32, 4, 64
 RECIPE, QUANTIZER = Float8CurrentScaling(), Float8CurrentScalingQuantizer()
 TAKE_NO_TENSORS = {
     "autocast", "check_states", "checkpoint", "checkpoint_contexts", "convert", "dry_run", "fp8_autocast",
-    "fp8_model_init", "get_autocast_recipe", "get_default_recipe", "is_autocast_enabled", "is_bf16_available",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
-    "make_graphed_callables", "plain_state_dict", "prepare", "prepare_weights", "quantized_model_init",
-    "recognize_pipelines", "report", "rng_state", "seed_rng", "te_state_dict",
+    "fp8_model_init", "get_autocast_recipe", "get_default_recipe", "hold", "is_autocast_enabled",
+    "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available", "make_graphed_callables", "plain_state_dict", "prepare", "prepare_weights",
+    "quantized_model_init", "recognize_pipelines", "report", "rng_state", "seed_rng", "te_state_dict", "unhold",
 }  # fmt: skip
 
 

@@ -107,7 +107,8 @@ def test_copies_are_the_buffers(name):
             assert (copy is None) == (f"{side}_data" not in names)
             if copy is not None:
                 amax = {"rowwise": "amax", "columnwise": "columnwise_amax"}[side] if quant.format.two_level else None
-                want = (f"{side}_data", f"{side}_scale_inv", amax, quant.format.id, side == "columnwise")
+                columnwise = side == "columnwise"
+                want = (f"{side}_data", f"{side}_scale_inv", amax, quant.copy_format(columnwise).id, columnwise)
                 assert copy == want
 
 

@@ -118,8 +118,17 @@ def check_quantizers(tree: Any, saved: Any) -> None:
         places = sorted(saved)[:3] if isinstance(saved, dict) else saved
         raise CheckpointError(f"the checkpoint has quantizers of {places}, ..., the target of {sorted(here)[:3]}, ...")
     for place, own in here.items():
-        if (found := saved[place]) != own:
+        if (found := _completed(saved[place])) != own:
             raise CheckpointError(f"{place}: the checkpoint's is {found}, the target's {own}")
+
+
+def _completed(saved: Any) -> Any:
+    """Returns what `quantizers_of` would write now for a saved place: an earlier version's quantizer may lack fields,
+    which have their defaults. What is no quantizer of this process is returned as it is."""
+    try:
+        return saved | {"quantizer": to_json(from_json(saved["quantizer"]))}
+    except (CheckpointError, LookupError, TypeError):
+        return saved
 
 
 def _registered(tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:

@@ -61,7 +61,8 @@ def encode(
     those of the states. `amax`: the amax that tensorwise formats use; None lets them compute it."""
     rowwise = columnwise = found = None
     for call in calls:
-        if call.quantizer.format.pack > 1:
+        # Dynamo cannot read a quantizer's format; while it traces, the op's own check refuses.
+        if not torch.compiler.is_dynamo_compiling() and call.quantizer.format.pack > 1:
             require_quantizable(options.module, options.name, tuple(t.shape), dtype_name(t.dtype), call.quantizer)
         if call.plain and amax is not None and has_one_amax(call):
             buffers = quantize_ops.quantize_again(t, call.quantizer, amax)
