@@ -12,6 +12,6 @@ def test_code_on_the_page_runs(tmp_path):
     code = blocks(ROOT / "docs/trainers.md")
     assert len(code) == 10
     paths = [tmp_path / f"block_{i}.py" for i in range(len(code))]
-    for path, block in zip(paths, code, strict=True):
+    for path, (block, _) in zip(paths, code, strict=True):
         path.write_text(block)
     printed(Path(__file__).with_name("torchvision_ops.py"), *paths)
