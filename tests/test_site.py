@@ -149,7 +149,7 @@ def test_troubleshooting_is_what_its_command_writes():
 
 
 def test_every_class_of_errors_and_warnings_is_explained():
-    """Those that a user may see: not the private ones of a file, which it catches itself."""
+    """Private classes are left out: their own files catch them, so that no user sees one."""
     defined = set()
     for folder in PATHS:
         for path in (ROOT / folder / "diptych").rglob("*.py"):

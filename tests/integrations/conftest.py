@@ -4,7 +4,7 @@ import importlib.util
 import os
 import pathlib
 
-import pytest
+from elsewhere import skipped_here
 
 _PACKAGES = ("accelerate", "datasets", "diffusers", "lightning", "peft", "timm", "torchtitan", "trl")
 
@@ -21,13 +21,4 @@ if not _missing():
     from integrations import torchvision_ops  # noqa: F401 - before anything imports torchvision
 
 
-class _Skipped(pytest.File):
-    def collect(self):
-        pytest.skip(_missing(), allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path, parent):
-    """Skips a file before its imports, which would fail."""
-    if _missing() and module_path.is_relative_to(pathlib.Path(__file__).parent):
-        return _Skipped.from_parent(parent, path=module_path)
-    return None
+pytest_pycollect_makemodule = skipped_here(pathlib.Path(__file__).parent, _missing)

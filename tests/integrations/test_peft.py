@@ -66,7 +66,7 @@ def test_resume(tmp_path, name):
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_the_order_changes_nothing(name):
-    """Both orders convert the layers that adapters are beside, and no factor; the first step has the same bits."""
+    """A model converted before or after adapters are added has the same quantized layers and first step."""
     x, steps = tokens(2), []
     for adapters_first in (False, True):
         model = adapted(name, adapters_first=adapters_first)

@@ -3,7 +3,7 @@
 import importlib.metadata
 import pathlib
 
-import pytest
+from elsewhere import skipped_here
 
 
 def _missing():
@@ -18,13 +18,4 @@ def _missing():
     return f"{found}; `make lab-pairs` runs these tests"
 
 
-class _Skipped(pytest.File):
-    def collect(self):
-        pytest.skip(_missing(), allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path, parent):
-    """Skips a file before its imports, which would fail."""
-    if _missing() and module_path.is_relative_to(pathlib.Path(__file__).parent):
-        return _Skipped.from_parent(parent, path=module_path)
-    return None
+pytest_pycollect_makemodule = skipped_here(pathlib.Path(__file__).parent, _missing)

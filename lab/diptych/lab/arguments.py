@@ -61,7 +61,7 @@ def _train(commands: Any) -> None:
         help="steps between checkpoints; 0: at the end only",
     )
     train.add_argument(
-        "--resume", type=path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
+        "--resume", type=_path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
     )
     train.add_argument(
         "--stop-after", type=_positive, metavar="N", help="stop early, after N steps in all; --resume goes on"
@@ -106,25 +106,25 @@ def _diff(commands: Any) -> None:
         "diff",
         "compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input",
     )
-    diff.add_argument("a", type=path, metavar="A", help="folder of a trace")
-    diff.add_argument("b", type=path, metavar="B", help="folder of the trace that is compared with A")
+    diff.add_argument("a", type=_path, metavar="A", help="folder of a trace")
+    diff.add_argument("b", type=_path, metavar="B", help="folder of the trace that is compared with A")
     diff.add_argument(
         "--ref",
-        type=path,
+        type=_path,
         nargs="+",
         action="extend",
         metavar="H",
         help="float64 traces H_A H_B of both models, which tell definition from rounding; or one of either, for the "
         "verdict on rounding alone; give it after A and B",
     )
-    diff.add_argument("--map", type=path, metavar="FILE", help="JSON that gives B's names for names of A")
+    diff.add_argument("--map", type=_path, metavar="FILE", help="JSON that gives B's names for names of A")
     diff.add_argument(
         "--steps",
         type=_steps,
         metavar="STEPS",
         help="such as 0,5,10-20, where a range takes the steps that are there; without it all common ones",
     )
-    diff.add_argument("--html", type=path, metavar="FILE", help="write a page that shows it")
+    diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
     _output(diff, alone=False)
 
 
@@ -135,7 +135,7 @@ def _replay(commands: Any) -> None:
         "compute one recorded operation again on its recorded operands, in another framework or on another device; "
         "exit 0 it agrees, 1 it differs, 2 bad input",
     )
-    replay.add_argument("trace", type=path, metavar="TRACE", help="folder of a trace with whole values")
+    replay.add_argument("trace", type=_path, metavar="TRACE", help="folder of a trace with whole values")
     replay.add_argument("site", metavar="SITE", help="a result's key or name, such as result:h.0.mlp.fc/gemm.d")
     replay.add_argument("--framework", choices=FRAMEWORKS, help="where to compute; default: not the trace's")
     replay.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
@@ -156,12 +156,12 @@ def _bisect(commands: Any) -> None:
     bisect.add_argument("--a", required=True, metavar="PKG:FACTORY", help="a function that returns the model A")
     bisect.add_argument("--b", required=True, metavar="PKG:FACTORY", help="the one that is compared with A")
     bisect.add_argument(
-        "--inputs", required=True, type=path, metavar="FILE", help=".npz of the models' arguments, arg0 or by name"
+        "--inputs", required=True, type=_path, metavar="FILE", help=".npz of the models' arguments, arg0 or by name"
     )
     for name in "ab":
         bisect.add_argument(f"--framework-{name}", choices=FRAMEWORKS, help="default: by the model's type")
-    bisect.add_argument("--map", type=path, metavar="FILE", help="JSON: B's names for names of A")
-    bisect.add_argument("--out", type=path, metavar="FILE", help="write the script there")
+    bisect.add_argument("--map", type=_path, metavar="FILE", help="JSON: B's names for names of A")
+    bisect.add_argument("--out", type=_path, metavar="FILE", help="write the script there")
     bisect.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     _output(bisect)
 
@@ -177,10 +177,10 @@ def _output(p: argparse.ArgumentParser, *, alone: bool = True) -> None:
     """Adds what all commands have. `alone`: whether --json may stand without a file, which no positional may follow."""
     says = "write what was found as JSON; - prints it in place of the text"
     if alone:
-        p.add_argument("--json", type=path, nargs="?", const=pathlib.Path("-"), metavar="FILE",
+        p.add_argument("--json", type=_path, nargs="?", const=pathlib.Path("-"), metavar="FILE",
                        help=f"{says}, as no FILE does")  # fmt: skip
     else:
-        p.add_argument("--json", type=path, metavar="FILE", help=says)
+        p.add_argument("--json", type=_path, metavar="FILE", help=says)
     p.add_argument("--quiet", action="store_true", help="do not show how far it is")
 
 
@@ -189,7 +189,7 @@ def _described(commands: Any, name: str, says: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
 
 
-_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # how shtab spells that files complete a word
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # how shtab spells that files complete a word
 
 
 class _Parser(argparse.ArgumentParser):
@@ -197,7 +197,7 @@ class _Parser(argparse.ArgumentParser):
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)
-        if options.get("type") is path:
+        if options.get("type") is _path:
             action.complete = _FILES  # type: ignore[attr-defined]  # shtab reads this attribute
         return action
 
@@ -217,12 +217,12 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument(
         "--data",
-        type=path,
+        type=_path,
         metavar="FILE_OR_DIR",
         help="bytes to train on; without it the source of Python's standard library",
     )
     p.add_argument("--data-cap", type=_positive, default=DEFAULT_CAP, metavar="BYTES", help="bytes read at most")
-    p.add_argument("--out", type=path, metavar="DIR", help=f"folder for results; without it {out}")
+    p.add_argument("--out", type=_path, metavar="DIR", help=f"folder for results; without it {out}")
     p.add_argument("--steps", type=_positive, default=optim.steps)
     p.add_argument("--seed", type=_natural, default=0, help="of weights, batches and stochastic rounding")
     p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
@@ -277,7 +277,7 @@ def _steps(text: str) -> list[int | range]:
     return command.steps(text)
 
 
-def path(text: str) -> pathlib.Path:
+def _path(text: str) -> pathlib.Path:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return pathlib.Path(text)

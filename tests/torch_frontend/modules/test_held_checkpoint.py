@@ -111,7 +111,7 @@ def test_experts_that_lie_one_by_one_fill_their_stacks(names, tmp_path, small_pa
 @pytest.mark.parametrize("inference", (False, True))
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_bits_are_those_of_the_model_in_memory(name, inference, tmp_path, small_parts):
-    """Also after `plain_state_dict` wrote it, with scales and random states, and in another dtype than the file's."""
+    """Files that `plain_state_dict` wrote with states, and models in another dtype, have them too."""
     recipe, dtype = NAMED[name], getattr(torch, dtype_of(name))
     made = Model()
     save_file({n: t for n, t in made.state_dict().items() if n != "head.weight"}, tmp_path / "model.safetensors")
